@@ -1,1 +1,84 @@
-fn main(){}
+//! `llmgw`: arguments, one match, an exit status.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use llmgw_core::ctl::CtlArgs;
+use llmgw_core::policy::PolicyCommand;
+use llmgw_core::serve::ServerOptions;
+use llmgw_core::{ctl, policy, serve};
+
+/// An OpenAI-compatible gateway for open-weight LLMs on your own machines.
+#[derive(Parser)]
+#[command(name = "llmgw", version, propagate_version = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve clients.
+    Server(ServerArguments),
+    /// Write out or check policies.
+    #[command(subcommand)]
+    Policy(PolicyCommand),
+    /// Ask a running server, or prepare what it needs.
+    Ctl(CtlArgs),
+}
+
+#[derive(clap::Args)]
+struct ServerArguments {
+    /// The configuration file.
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// Directory of policies; wins over `policies` in the file.
+    #[arg(long, value_name = "DIR")]
+    policies: Option<PathBuf>,
+    /// Address for clients; wins over `listen` in the file.
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<SocketAddr>,
+    /// Address for operators; wins over `admin` in the file.
+    #[arg(long, value_name = "HOST:PORT")]
+    admin: Option<SocketAddr>,
+    /// Validate the configuration and the policies, and exit.
+    #[arg(long)]
+    check: bool,
+}
+
+fn main() -> ExitCode {
+    match Arguments::parse().command {
+        Command::Server(arguments) => server(arguments),
+        Command::Policy(command) => policy::run(command),
+        Command::Ctl(arguments) => ctl::main(arguments),
+    }
+}
+
+fn server(arguments: ServerArguments) -> ExitCode {
+    let options = ServerOptions {
+        config: arguments.config,
+        policies: arguments.policies,
+        listen: arguments.listen,
+        admin: arguments.admin,
+        check: arguments.check,
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: no threads to run on: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match runtime.block_on(serve::run(options)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(error.exit_status())
+        }
+    }
+}

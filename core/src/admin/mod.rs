@@ -1,0 +1,129 @@
+//! The admin listener: `/metrics`, health, and JSON for `llmgw ctl`. Binds to loopback by default.
+
+pub mod page;
+pub mod routes;
+pub mod status;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+use crate::telemetry::metrics::Metrics;
+use status::StatusReport;
+
+/// Connections served at once; further ones wait in the kernel's backlog.
+pub const ADMIN_CONNECTIONS_MAX: usize = 256;
+/// A connection that sends no request for this long is closed.
+const HEADER_READ_TIMEOUT_MS: u64 = 10_000;
+const TLS_HANDSHAKE_TIMEOUT_MS: u64 = 5000;
+const CONNECTION_BUFFER_MAX_BYTES: usize = 64 << 10;
+/// Pause after an accept that failed (mostly: out of file descriptors), so that the loop doesn't spin.
+const ACCEPT_RETRY_MS: u64 = 50;
+
+/// Says whether the gateway can take requests; the error is the reason for a person.
+pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+/// Describes the whole gateway as it is now.
+pub type Report = Arc<dyn Fn() -> StatusReport + Send + Sync>;
+/// Reloads configuration and policies; says what is in force now, or why nothing changed. May block.
+pub type Reload = Arc<dyn Fn() -> Result<String, String> + Send + Sync>;
+
+/// What the admin listener shows and does.
+pub struct Admin {
+    pub metrics: Arc<Metrics>,
+    pub policies: Arc<llmgw_plugins::Policies>,
+    pub report: Report,
+    pub ready: Ready,
+    pub reload: Reload,
+    /// Asked for as a bearer token on every route but `/healthz` and `/readyz`.
+    pub token: Option<String>,
+}
+
+/// Serves the listener until `stop`. To be stopped last, so that `/readyz` says no while requests drain.
+pub async fn serve(
+    listener: TcpListener,
+    admin: Arc<Admin>,
+    tls: Option<TlsAcceptor>,
+    stop: CancellationToken,
+) {
+    let permits = Arc::new(Semaphore::new(ADMIN_CONNECTIONS_MAX));
+    loop {
+        let accepted = async {
+            let permit = permits.clone().acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        let (permit, accepted) = tokio::select! {
+            accepted = accepted => accepted,
+            () = stop.cancelled() => return,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                let (admin, tls, stop) = (admin.clone(), tls.clone(), stop.clone());
+                tokio::spawn(async move {
+                    serve_stream(stream, admin, tls, stop).await;
+                    drop(permit);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the admin listener could not accept a connection");
+                tokio::time::sleep(Duration::from_millis(ACCEPT_RETRY_MS)).await;
+            }
+        }
+    }
+}
+
+async fn serve_stream(
+    stream: TcpStream,
+    admin: Arc<Admin>,
+    tls: Option<TlsAcceptor>,
+    stop: CancellationToken,
+) {
+    let Some(tls) = tls else {
+        return serve_connection(stream, admin, stop).await;
+    };
+    let handshake = tokio::time::timeout(
+        Duration::from_millis(TLS_HANDSHAKE_TIMEOUT_MS),
+        tls.accept(stream),
+    );
+    match handshake.await {
+        Ok(Ok(stream)) => serve_connection(stream, admin, stop).await,
+        Ok(Err(error)) => tracing::debug!(%error, "TLS handshake failed on the admin listener"),
+        Err(_) => tracing::debug!("TLS handshake timed out on the admin listener"),
+    }
+}
+
+async fn serve_connection<S>(stream: S, admin: Arc<Admin>, stop: CancellationToken)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = service_fn(move |request| {
+        let admin = admin.clone();
+        async move { Ok::<_, std::convert::Infallible>(routes::answer(&admin, request).await) }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(Duration::from_millis(HEADER_READ_TIMEOUT_MS))
+        .max_buf_size(CONNECTION_BUFFER_MAX_BYTES)
+        .serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(connection);
+    let result = tokio::select! {
+        result = &mut connection => result,
+        () = stop.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = result {
+        tracing::debug!(%error, "admin connection ended");
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,253 @@
+//! The admin routes: one table, one function that answers.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ALLOW, AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, ORIGIN, WWW_AUTHENTICATE};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use llmgw_plugins::PolicyStatus;
+use serde::Serialize;
+use serde_json::{Value, json};
+use subtle::ConstantTimeEq;
+
+use super::Admin;
+use super::page::metrics_page;
+use crate::telemetry::exposition;
+
+/// No route needs more of a body than this.
+const BODY_MAX_BYTES: usize = 64 << 10;
+const BODY_TIMEOUT_MS: u64 = 5000;
+
+type Answer = Response<Full<Bytes>>;
+
+/// What can be asked for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Route {
+    Metrics,
+    Health,
+    Ready,
+    Status,
+    Models,
+    Replicas,
+    Policies,
+    Reload,
+}
+
+const ROUTES: [(&str, Route); 8] = [
+    ("/metrics", Route::Metrics),
+    ("/healthz", Route::Health),
+    ("/readyz", Route::Ready),
+    ("/v1/status", Route::Status),
+    ("/v1/models", Route::Models),
+    ("/v1/replicas", Route::Replicas),
+    ("/v1/policies", Route::Policies),
+    ("/v1/reload", Route::Reload),
+];
+
+/// Why a request was refused. [`refuse`] is the one place that turns it into an answer.
+enum Refusal {
+    NotFound(String),
+    Method(&'static str),
+    Token,
+    CrossOrigin,
+    Body,
+    ReloadFailed(String),
+    ReloadDied,
+}
+
+/// Answers any request on the admin listener.
+pub async fn answer(admin: &Admin, request: Request<Incoming>) -> Answer {
+    match dispatch(admin, request).await {
+        Ok(answer) => answer,
+        Err(refusal) => refuse(refusal),
+    }
+}
+
+async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, Refusal> {
+    let route = ROUTES
+        .iter()
+        .find(|(path, _)| *path == request.uri().path())
+        .map(|(_, route)| *route);
+    let open = matches!(route, Some(Route::Health | Route::Ready));
+    if !open && !is_authorized(admin.token.as_deref(), request.headers()) {
+        return Err(Refusal::Token);
+    }
+    let route = route.ok_or_else(|| Refusal::NotFound(request.uri().path().to_owned()))?;
+    if route == Route::Reload {
+        return reload(admin, request).await;
+    }
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        return Err(Refusal::Method("GET, HEAD"));
+    }
+    Ok(match route {
+        Route::Metrics => metrics(admin, policy_status(admin).await),
+        Route::Health => json_answer(StatusCode::OK, &json!({"status": "ok"})),
+        Route::Ready => ready(admin),
+        Route::Status => json_answer(StatusCode::OK, &(admin.report)()),
+        Route::Models => json_answer(StatusCode::OK, &json!({"models": (admin.report)().models})),
+        Route::Replicas => replicas(admin),
+        Route::Policies | Route::Reload => json_answer(StatusCode::OK, &policy_status(admin).await),
+    })
+}
+
+/// It waits for a reload that is under way: not on the threads that relay streams.
+async fn policy_status(admin: &Admin) -> PolicyStatus {
+    let policies = admin.policies.clone();
+    match tokio::task::spawn_blocking(move || policies.status()).await {
+        Ok(status) => status,
+        Err(died) => std::panic::resume_unwind(died.into_panic()),
+    }
+}
+
+fn metrics(admin: &Admin, policies: PolicyStatus) -> Answer {
+    let text = metrics_page(admin.metrics.clone(), (admin.report)(), policies);
+    with_type(StatusCode::OK, exposition::CONTENT_TYPE, text.into())
+}
+
+fn ready(admin: &Admin) -> Answer {
+    match (admin.ready)() {
+        Ok(()) => json_answer(StatusCode::OK, &json!({"ready": true})),
+        Err(reason) => json_answer(
+            StatusCode::SERVICE_UNAVAILABLE,
+            &json!({"ready": false, "reason": reason}),
+        ),
+    }
+}
+
+/// Every replica, each with its model's name.
+fn replicas(admin: &Admin) -> Answer {
+    let report = (admin.report)();
+    let rows: Vec<Value> = report
+        .models
+        .iter()
+        .flat_map(|model| model.replicas.iter().map(move |replica| (model, replica)))
+        .map(|(model, replica)| {
+            let mut row = json!({"model": model.name});
+            if let (Some(row), Ok(Value::Object(fields))) =
+                (row.as_object_mut(), serde_json::to_value(replica))
+            {
+                row.extend(fields);
+            }
+            row
+        })
+        .collect();
+    json_answer(StatusCode::OK, &json!({"replicas": rows}))
+}
+
+async fn reload(admin: &Admin, request: Request<Incoming>) -> Result<Answer, Refusal> {
+    if request.method() != Method::POST {
+        return Err(Refusal::Method("POST"));
+    }
+    // No token on loopback: a web page that the operator has open must not be able to do this.
+    if request.headers().contains_key(ORIGIN) {
+        return Err(Refusal::CrossOrigin);
+    }
+    let body = Limited::new(request.into_body(), BODY_MAX_BYTES).collect();
+    let body = tokio::time::timeout(Duration::from_millis(BODY_TIMEOUT_MS), body).await;
+    if !matches!(body, Ok(Ok(_))) {
+        return Err(Refusal::Body);
+    }
+    let reload = admin.reload.clone();
+    // It reads files and checks policies: not on the threads that relay streams.
+    match tokio::task::spawn_blocking(move || reload()).await {
+        Ok(Ok(message)) => Ok(json_answer(StatusCode::OK, &json!({"message": message}))),
+        Ok(Err(reason)) => Err(Refusal::ReloadFailed(reason)),
+        Err(_) => Err(Refusal::ReloadDied),
+    }
+}
+
+/// Whether the request carries the token, if there is one. The comparison takes as long for any wrong token of the
+/// right length.
+fn is_authorized(token: Option<&str>, headers: &HeaderMap) -> bool {
+    let Some(token) = token else { return true };
+    let given = headers
+        .get(AUTHORIZATION)
+        .and_then(|value| value.as_bytes().split_at_checked("Bearer ".len()));
+    given.is_some_and(|(scheme, given)| {
+        scheme.eq_ignore_ascii_case(b"Bearer ")
+            && bool::from(given.trim_ascii().ct_eq(token.as_bytes()))
+    })
+}
+
+fn refuse(refusal: Refusal) -> Answer {
+    let (status, code, message) = match &refusal {
+        Refusal::NotFound(path) => {
+            let known: Vec<&str> = ROUTES.iter().map(|(path, _)| *path).collect();
+            let message = format!("no admin route `{path}`; there are {}", known.join(", "));
+            (StatusCode::NOT_FOUND, "not_found", message)
+        }
+        Refusal::Method(allowed) => {
+            let message = format!("this route takes {allowed} only");
+            (
+                StatusCode::METHOD_NOT_ALLOWED,
+                "method_not_allowed",
+                message,
+            )
+        }
+        Refusal::Token => {
+            let message =
+                "the admin token is missing or wrong; send it as `authorization: Bearer TOKEN`"
+                    .to_owned();
+            (StatusCode::UNAUTHORIZED, "invalid_admin_token", message)
+        }
+        Refusal::CrossOrigin => {
+            let message = "requests of web pages may change nothing here".to_owned();
+            (StatusCode::FORBIDDEN, "cross_origin", message)
+        }
+        Refusal::Body => {
+            let message = format!("the body did not arrive, or is over {BODY_MAX_BYTES} bytes");
+            (StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
+        }
+        Refusal::ReloadFailed(reason) => (
+            StatusCode::UNPROCESSABLE_ENTITY,
+            "reload_failed",
+            reason.clone(),
+        ),
+        Refusal::ReloadDied => {
+            let message = "the reload panicked; what was in force still is, see the log".to_owned();
+            (StatusCode::INTERNAL_SERVER_ERROR, "reload_died", message)
+        }
+    };
+    let kind = if status.is_server_error() {
+        "server_error"
+    } else {
+        "invalid_request_error"
+    };
+    let body = json!({"error": {"message": message, "type": kind, "code": code, "param": null}});
+    let mut answer = json_answer(status, &body);
+    match refusal {
+        Refusal::Token => {
+            answer
+                .headers_mut()
+                .insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        Refusal::Method(allowed) => {
+            answer
+                .headers_mut()
+                .insert(ALLOW, HeaderValue::from_static(allowed));
+        }
+        _ => {}
+    }
+    answer
+}
+
+fn json_answer(status: StatusCode, body: &impl Serialize) -> Answer {
+    // Our own types: strings as keys and no failing Serialize, so this cannot fail.
+    let mut text = serde_json::to_vec_pretty(body).unwrap_or_default();
+    text.push(b'\n');
+    with_type(status, "application/json", text.into())
+}
+
+fn with_type(status: StatusCode, content_type: &'static str, body: Bytes) -> Answer {
+    let mut answer = Response::new(Full::new(body));
+    *answer.status_mut() = status;
+    answer
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    answer
+        .headers_mut()
+        .insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    answer
+}

@@ -1,0 +1,110 @@
+//! What the admin listener reports about the gateway, as JSON. `llmgw ctl` reads the same types back.
+//!
+//! Unknown numbers are `null`, never 0. Readers ignore fields that they don't know and default those that are missing,
+//! so that ctl and server may differ in version.
+
+use serde::{Deserialize, Serialize};
+
+/// `GET /v1/status`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StatusReport {
+    pub version: String,
+    pub uptime_ms: u64,
+    /// Of the policy set in force.
+    pub generation: u64,
+    pub listeners: Vec<ListenerStatus>,
+    pub config: ConfigStatus,
+    /// In the order of the configuration.
+    pub models: Vec<ModelStatus>,
+}
+
+/// An address that is listened on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ListenerStatus {
+    /// `clients`, `admin`, `agents`.
+    pub name: String,
+    pub address: String,
+    pub tls: bool,
+}
+
+/// The configuration in force.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ConfigStatus {
+    pub source: String,
+    /// Milliseconds since the Unix epoch.
+    pub loaded_at_ms: u64,
+    /// Why the file as it is now is not in force. None: it is.
+    pub last_error: Option<String>,
+}
+
+/// A model of the catalog.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ModelStatus {
+    pub name: String,
+    pub aliases: Vec<String>,
+    /// At least one replica takes requests.
+    pub ready: bool,
+    pub replicas: Vec<ReplicaStatus>,
+}
+
+/// A replica of a model, as the router sees it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ReplicaStatus {
+    pub id: String,
+    pub url: String,
+    pub engine: String,
+    pub state: ReplicaState,
+    /// Why it is not ready; empty when it is.
+    pub reason: String,
+    /// The name under which the engine lists the model.
+    pub served_name: Option<String>,
+    /// Requests that this gateway has there now.
+    pub inflight: u64,
+    /// Requests that wait in this gateway for a slot there.
+    pub queued: u64,
+    /// Requests that may be there at once.
+    pub slots: Option<u64>,
+    /// Scraped from the engine: requests that run, that wait, and the share of KV cache in use (0 to 1).
+    pub running: Option<f64>,
+    pub waiting: Option<f64>,
+    pub kv: Option<f64>,
+    /// Age of the scraped numbers.
+    pub metrics_age_ms: Option<u64>,
+    /// `closed`, `open`, `half_open`.
+    pub breaker: String,
+    /// Failures in the last minute.
+    pub errors_1m: u64,
+    /// Learned from answers: milliseconds of prefill for each prompt token.
+    pub ms_per_prefill_token: Option<f64>,
+}
+
+/// Whether a replica takes requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReplicaState {
+    Ready,
+    /// The engine says no, or doesn't list the model.
+    NotReady,
+    /// The circuit breaker is open.
+    Open,
+    /// Not probed yet, or a state that a newer server has.
+    #[default]
+    #[serde(other)]
+    Unknown,
+}
+
+impl ReplicaState {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ReplicaState::Ready => "ready",
+            ReplicaState::NotReady => "not_ready",
+            ReplicaState::Open => "open",
+            ReplicaState::Unknown => "unknown",
+        }
+    }
+}

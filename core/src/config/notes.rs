@@ -1,0 +1,117 @@
+//! What an operator is told about a configuration that is valid: what needs a restart, what has no effect yet, what was probably not meant.
+
+use super::{Config, Tenant};
+
+/// The settings that differ and take effect only when the server is started again.
+pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
+    let agents = |config: &Config| {
+        config
+            .agents
+            .as_ref()
+            .map(|agents| (agents.address, agents.tls.clone()))
+    };
+    let differs = [
+        ("listen", old.listen.address != new.listen.address),
+        ("tls", old.listen.tls != new.listen.tls),
+        ("admin.listen", old.admin.address != new.admin.address),
+        ("admin.tls", old.admin.tls != new.admin.tls),
+        (
+            "agents.listen",
+            agents(old).map(|(address, _)| address) != agents(new).map(|(address, _)| address),
+        ),
+        (
+            "agents.tls",
+            agents(old).and_then(|(_, tls)| tls) != agents(new).and_then(|(_, tls)| tls),
+        ),
+        ("policies", old.policies != new.policies),
+        ("state", old.state != new.state),
+        ("log", old.log != new.log),
+    ];
+    differs
+        .into_iter()
+        .filter(|(_, differs)| *differs)
+        .map(|(name, _)| name)
+        .collect()
+}
+
+/// Whether a tenant has a setting.
+type IsSet = fn(&Tenant) -> bool;
+
+/// What is configured, valid, and without effect in this version: one sentence each.
+pub fn not_yet_enforced(config: &Config) -> Vec<String> {
+    let mut said = Vec::new();
+    let limits: [(&str, IsSet); 4] = [
+        ("max_concurrency", |tenant| tenant.max_concurrency.is_some()),
+        ("requests_per_minute", |tenant| {
+            tenant.requests_per_minute.is_some()
+        }),
+        ("tokens_per_minute", |tenant| {
+            tenant.tokens_per_minute.is_some()
+        }),
+        ("weight", |tenant| tenant.weight != 1.0),
+    ];
+    for (key, is_set) in limits {
+        let names: Vec<&str> = config
+            .tenants
+            .iter()
+            .filter(|tenant| is_set(tenant))
+            .map(|tenant| &*tenant.name)
+            .collect();
+        if !names.is_empty() {
+            said.push(format!(
+                "`{key}` is not enforced yet (tenants: {})",
+                names.join(", ")
+            ));
+        }
+    }
+    let profiles: Vec<&str> = config
+        .catalog
+        .models
+        .iter()
+        .filter(|model| !model.profiles.is_empty())
+        .map(|model| &*model.name)
+        .collect();
+    if !profiles.is_empty() {
+        said.push(format!(
+            "`profiles` are not placed yet, only `endpoints` are served (models: {})",
+            profiles.join(", ")
+        ));
+    }
+    if config.agents.is_some() {
+        said.push("`agents` does not listen yet".to_owned());
+    }
+    said
+}
+
+/// What is allowed, and probably not meant: one sentence each.
+pub fn warnings(config: &Config) -> Vec<String> {
+    let mut said = Vec::new();
+    if config.catalog.models.is_empty() {
+        said.push("`models` is empty: every request is answered with 404".to_owned());
+    }
+    for tenant in &config.tenants {
+        if tenant.keys.is_empty() {
+            said.push(format!(
+                "tenant `{}` has no `keys`: nobody can be it",
+                tenant.name
+            ));
+        }
+        for pattern in &tenant.models {
+            if config.catalog.names().any(|name| pattern.matches(name))
+                || config.catalog.models.is_empty()
+            {
+                continue;
+            }
+            let alias = config.catalog.resolve(pattern.as_str());
+            let why = alias.map_or(String::new(), |model| {
+                format!("; it is an alias of `{}`, name that", model.name)
+            });
+            said.push(format!(
+                "tenant `{}`: `{}` matches no model{why}",
+                tenant.name,
+                pattern.as_str()
+            ));
+        }
+    }
+    said
+}

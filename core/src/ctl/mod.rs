@@ -1,0 +1,271 @@
+//! `llmgw ctl`: shows and changes a running server through its admin address.
+//!
+//! Data goes to stdout, messages to stderr. Exit status: 0 done, 1 the thing asked for failed, 2 usage,
+//! 3 the server could not be reached or refused.
+
+mod client;
+mod key;
+mod show;
+mod table;
+
+use std::fmt;
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueEnum};
+use serde_json::Value;
+
+use client::{Admin, ClientError};
+
+/// `ctl status --watch` asks this often.
+const WATCH_INTERVAL_MS: u64 = 2000;
+
+/// The arguments of `llmgw ctl`.
+#[derive(Debug, Args)]
+pub struct CtlArgs {
+    /// The server's admin address.
+    #[arg(
+        long,
+        global = true,
+        env = "LLMGW_ADMIN",
+        default_value = "http://127.0.0.1:8081",
+        value_name = "URL"
+    )]
+    pub admin: String,
+    /// The admin token, where the server asks for one. Better given in the environment, where `ps` doesn't show it.
+    #[arg(
+        long,
+        global = true,
+        env = "LLMGW_ADMIN_TOKEN",
+        hide_env_values = true,
+        value_name = "TOKEN"
+    )]
+    pub token: Option<String>,
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value_t,
+        value_name = "FORMAT"
+    )]
+    pub format: OutputFormat,
+    #[command(subcommand)]
+    pub command: CtlCommand,
+}
+
+/// How `ctl` prints what it was asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum OutputFormat {
+    /// Tables for people.
+    #[default]
+    Text,
+    /// The server's own JSON.
+    Json,
+}
+
+/// What `ctl` can be asked for.
+#[derive(Debug, Subcommand)]
+pub enum CtlCommand {
+    /// Version, uptime, configuration, and how each model does.
+    Status {
+        /// Ask again every two seconds.
+        #[arg(long)]
+        watch: bool,
+    },
+    /// Models with their aliases and how many replicas are ready.
+    Models,
+    /// Every replica: state, load, and why it is not ready.
+    Replicas,
+    /// The policy set in force, and why a newer one is not.
+    Policies,
+    /// Reload configuration and policies now.
+    Reload,
+    /// API keys of tenants.
+    Key {
+        #[command(subcommand)]
+        command: KeyCommand,
+    },
+}
+
+/// What can be done with keys.
+#[derive(Debug, Subcommand)]
+pub enum KeyCommand {
+    /// Make a key: printed once, with the line for the configuration. The server is not asked.
+    New {
+        /// The tenant that the key is for.
+        #[arg(long)]
+        tenant: String,
+    },
+}
+
+/// Why a command did not do what it was asked.
+#[derive(Debug)]
+enum CtlError {
+    Client(ClientError),
+    Key(key::KeyError),
+    /// The server did not do it, and said why.
+    Failed(String),
+    Output(std::io::Error),
+}
+
+impl CtlError {
+    fn exit_status(&self) -> u8 {
+        match self {
+            CtlError::Client(error) => error.exit_status(),
+            CtlError::Key(error) => error.exit_status(),
+            CtlError::Failed(_) | CtlError::Output(_) => 1,
+        }
+    }
+}
+
+impl fmt::Display for CtlError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CtlError::Client(error) => error.fmt(f),
+            CtlError::Key(error) => error.fmt(f),
+            CtlError::Failed(reason) => f.write_str(reason),
+            CtlError::Output(error) => write!(f, "could not write the output: {error}"),
+        }
+    }
+}
+
+impl From<ClientError> for CtlError {
+    fn from(error: ClientError) -> CtlError {
+        CtlError::Client(error)
+    }
+}
+
+impl From<std::io::Error> for CtlError {
+    fn from(error: std::io::Error) -> CtlError {
+        CtlError::Output(error)
+    }
+}
+
+/// Runs one command. Starts a runtime of its own: not to be called within one.
+pub fn main(args: CtlArgs) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("llmgw ctl: {error}");
+            return ExitCode::from(1);
+        }
+    };
+    let mut stdout = std::io::stdout();
+    let terminal = stdout.is_terminal();
+    ExitCode::from(runtime.block_on(execute(&args, &mut stdout, terminal)))
+}
+
+/// Runs one command with its data on `out`, and returns the exit status.
+async fn execute(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> u8 {
+    match command(args, out, terminal).await {
+        Ok(()) => 0,
+        // Who reads has read enough (`ctl replicas | head`).
+        Err(CtlError::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => 0,
+        Err(error) => {
+            eprintln!("llmgw ctl: {error}");
+            error.exit_status()
+        }
+    }
+}
+
+async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<(), CtlError> {
+    let path = match &args.command {
+        CtlCommand::Key {
+            command: KeyCommand::New { tenant },
+        } => return new_key(tenant, args.format, out),
+        CtlCommand::Reload => return reload(args, out).await,
+        CtlCommand::Status { watch: true } => return watch(args, out, terminal).await,
+        CtlCommand::Status { watch: false } | CtlCommand::Models | CtlCommand::Replicas => {
+            "/v1/status"
+        }
+        CtlCommand::Policies => "/v1/policies",
+    };
+    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    let answer = admin.get(path).await?;
+    print(args, answer, out)
+}
+
+/// Prints what the server said about what was asked for.
+fn print(args: &CtlArgs, answer: Value, out: &mut dyn Write) -> Result<(), CtlError> {
+    if args.format == OutputFormat::Json {
+        let part = match args.command {
+            CtlCommand::Models => "models",
+            CtlCommand::Replicas => return Ok(writeln!(out, "{:#}", show::replica_rows(&answer))?),
+            _ => return Ok(writeln!(out, "{answer:#}")?),
+        };
+        return Ok(writeln!(
+            out,
+            "{:#}",
+            answer.get(part).unwrap_or(&Value::Null)
+        )?);
+    }
+    let text = match args.command {
+        CtlCommand::Policies => show::policies(&answer, show::now_ms()),
+        CtlCommand::Models => show::models(&client::parsed(answer)?),
+        CtlCommand::Replicas => show::replicas(&client::parsed(answer)?),
+        _ => show::status(&client::parsed(answer)?, show::now_ms()),
+    };
+    Ok(write!(out, "{text}")?)
+}
+
+/// Shows the status again and again. Once it was shown, a server that is away is waited for.
+async fn watch(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<(), CtlError> {
+    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    let mut answer = Ok(admin.get("/v1/status").await?);
+    loop {
+        if terminal && args.format == OutputFormat::Text {
+            // Home and clear; anything but a terminal gets one block after the other.
+            write!(out, "\x1b[H\x1b[2J")?;
+        }
+        match answer {
+            Ok(answer) if args.format == OutputFormat::Json => writeln!(out, "{answer}")?,
+            Ok(answer) => print(args, answer, out)?,
+            Err(error) => eprintln!("llmgw ctl: {error}"),
+        }
+        out.flush()?;
+        tokio::time::sleep(Duration::from_millis(WATCH_INTERVAL_MS)).await;
+        if !terminal && args.format == OutputFormat::Text {
+            writeln!(out)?;
+        }
+        answer = admin.get("/v1/status").await;
+    }
+}
+
+async fn reload(args: &CtlArgs, out: &mut dyn Write) -> Result<(), CtlError> {
+    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    match admin.post("/v1/reload").await {
+        Ok(answer) if args.format == OutputFormat::Json => Ok(writeln!(out, "{answer:#}")?),
+        Ok(answer) => {
+            let message = answer
+                .get("message")
+                .and_then(Value::as_str)
+                .unwrap_or("reloaded");
+            Ok(writeln!(out, "{}", table::plain(message))?)
+        }
+        Err(ClientError::Refused { code, message, .. }) if code == "reload_failed" => {
+            Err(CtlError::Failed(format!(
+                "not reloaded, what was in force still is: {message}"
+            )))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn new_key(tenant: &str, format: OutputFormat, out: &mut dyn Write) -> Result<(), CtlError> {
+    let key = key::Key::new(tenant).map_err(CtlError::Key)?;
+    match format {
+        OutputFormat::Json => writeln!(out, "{:#}", key.json())?,
+        OutputFormat::Text => {
+            eprintln!("The key is shown this once; the configuration holds only its hash.");
+            write!(out, "{}", key.text())?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,3 @@
+//! Who may have a request on an engine, and who waits.
+
+pub mod permit;

@@ -1,0 +1,149 @@
+//! A client's socket, and the one departure that hyper does not notice.
+//!
+//! While a request is at work hyper reads on, and takes the end of the socket for a client that left. But when
+//! bytes of a next request are in its buffer already (pipelining), it stops reading, and the end goes unseen:
+//! then the socket itself is asked, four times a second.
+
+use std::future::{Future, poll_fn};
+use std::os::fd::{AsRawFd, RawFd};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+
+/// How often a socket that nobody reads is asked whether its client is still there.
+const ASK_INTERVAL: Duration = Duration::from_millis(250);
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A client's stream that notes whether somebody waits for its bytes.
+pub struct ClientIo<S> {
+    inner: TokioIo<S>,
+    departure: Arc<Departure>,
+}
+
+/// Shared by a connection's stream, which writes it, and its task, which reads it.
+pub struct Departure {
+    fd: RawFd,
+    /// The last read found nothing and waits: an end of the socket will be seen by it.
+    is_read: AtomicBool,
+}
+
+impl Departure {
+    pub fn of(stream: &TcpStream) -> Arc<Departure> {
+        Arc::new(Departure {
+            fd: stream.as_raw_fd(),
+            is_read: AtomicBool::new(false),
+        })
+    }
+
+    /// Runs a connection to its end, or until its client turns out to have left. The caller keeps the
+    /// connection, and with it the socket, alive meanwhile.
+    pub async fn watch<F>(&self, connection: Pin<&mut F>) -> Result<(), BoxError>
+    where
+        F: Future<Output = Result<(), BoxError>>,
+    {
+        let mut connection = connection;
+        loop {
+            let ended = poll_fn(|context| match connection.as_mut().poll(context) {
+                Poll::Ready(result) => Poll::Ready(Some(result)),
+                Poll::Pending if self.is_read.load(Ordering::Relaxed) => Poll::Pending,
+                Poll::Pending => Poll::Ready(None),
+            });
+            if let Some(result) = ended.await {
+                return result;
+            }
+            // Nobody reads. Run on, but look up now and then.
+            let mut pause = pin!(tokio::time::sleep(ASK_INTERVAL));
+            let ended = poll_fn(|context| {
+                if let Poll::Ready(result) = connection.as_mut().poll(context) {
+                    return Poll::Ready(Some(result));
+                }
+                pause.as_mut().poll(context).map(|()| None)
+            });
+            if let Some(result) = ended.await {
+                return result;
+            }
+            if !self.is_read.load(Ordering::Relaxed) && self.has_left() {
+                return Err("the client left with a request at work".into());
+            }
+        }
+    }
+
+    /// Asks the kernel whether the other side closed, without touching what is still to be read.
+    fn has_left(&self) -> bool {
+        let mut asked = libc::pollfd {
+            fd: self.fd,
+            events: libc::POLLRDHUP,
+            revents: 0,
+        };
+        // SAFETY: one valid pollfd, no wait. The descriptor is open: `watch` borrows the connection that owns it.
+        let answered = unsafe { libc::poll(&raw mut asked, 1, 0) };
+        answered > 0 && asked.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) != 0
+    }
+}
+
+impl<S> ClientIo<S> {
+    pub fn new(stream: S, departure: Arc<Departure>) -> ClientIo<S> {
+        ClientIo {
+            inner: TokioIo::new(stream),
+            departure,
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> Read for ClientIo<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: ReadBufCursor<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        let polled = Pin::new(&mut self.inner).poll_read(context, buffer);
+        self.departure
+            .is_read
+            .store(polled.is_pending(), Ordering::Relaxed);
+        polled
+    }
+}
+
+impl<S: AsyncWrite + Unpin> Write for ClientIo<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write(context, bytes)
+    }
+
+    fn poll_flush(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(context)
+    }
+
+    fn poll_shutdown(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(context)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bufs: &[std::io::IoSlice<'_>],
+    ) -> Poll<std::io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write_vectored(context, bufs)
+    }
+}

@@ -1,0 +1,375 @@
+//! A request's way to an answer: choose, wait for a slot, send, look at the first event; another replica if need be.
+//!
+//! Everything here happens before the client has seen a byte, so everything here may be tried again, within
+//! `limits.retries` and the gateway's retry budget.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::Response;
+use llmgw_plugins::ErrorClass;
+
+use super::answer::{self, Refused};
+use super::body::ClientBody;
+use super::exchange::Exchange;
+use super::job::Job;
+use super::respond::{EngineAnswer, Failure};
+use crate::clock;
+use crate::flow::permit::Permit;
+use crate::routing::breaker::Fault;
+use crate::routing::pool::{Chosen, Unavailable};
+use crate::telemetry::access::Outcome;
+use crate::telemetry::metrics::UpstreamError;
+use crate::upstream::SendError;
+
+/// Requests of one model that may wait for a slot; beyond that they are refused at once.
+pub const QUEUED_MAX: u32 = 2_000;
+/// How long a request waits for a slot where its band does not say.
+const QUEUE_TTL: Duration = Duration::from_secs(30);
+/// How long a request waits for the first probe of a replica that was just configured.
+const FIRST_PROBE_WAIT: Duration = Duration::from_secs(3);
+/// A suspect replica gets one request as its trial, and that request no more than this, if another replica is there.
+const TRIAL_FIRST_BYTE_MAX: Duration = Duration::from_secs(30);
+
+/// What a failed attempt leaves behind.
+enum Setback {
+    /// Another replica may do better.
+    Elsewhere(Trouble),
+    /// It is the request's own fault, or trying again would make it worse.
+    Final(Failure),
+}
+
+/// One line of what went wrong, and what it was.
+struct Trouble {
+    text: String,
+    kind: TroubleKind,
+}
+
+enum TroubleKind {
+    Transport,
+    Silent(Duration),
+    Answered(EngineAnswer),
+}
+
+/// Runs the attempts and records how they ended.
+pub async fn attempts(mut job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
+    let result = run(&mut job).await;
+    if let (Err(failure), Some(record)) = (&result, &mut job.record) {
+        record_failure(record, failure);
+    }
+    result
+}
+
+/// Writes down why a request was not answered.
+pub fn record_failure(record: &mut crate::telemetry::OpenRecord, failure: &Failure) {
+    record.status = failure.status().as_u16();
+    record.code = failure.code();
+    record.outcome = match failure {
+        Failure::Engine(_) => Outcome::EngineError,
+        Failure::UpstreamFailed { .. } | Failure::FirstByteTimeout { .. } => {
+            Outcome::UpstreamFailed
+        }
+        _ => Outcome::Refused,
+    };
+}
+
+async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
+    job.gateway.retry_budget.deposit();
+    let mut tried: Vec<Arc<str>> = Vec::new();
+    let mut troubles: Vec<Trouble> = Vec::new();
+    let calls_max = job.config.limits.retries + 1;
+    loop {
+        let (chosen, permit) = match place(job, &tried).await {
+            Ok(placed) => placed,
+            Err(refusal) if troubles.is_empty() => return Err(refusal),
+            // Nobody is left to try: what went wrong before says more than that.
+            Err(_) => return Err(verdict(troubles)),
+        };
+        let replica = chosen.admitted.replica.clone();
+        match attempt(job, chosen, permit, tried.len() as u32).await {
+            Ok(response) => return Ok(response),
+            Err(Setback::Final(failure)) => return Err(failure),
+            Err(Setback::Elsewhere(trouble)) => {
+                tracing::info!(
+                    request_id = %job.record.as_ref().map_or("", |record| &record.request_id),
+                    model = %job.pool.model.name,
+                    "attempt failed: {}",
+                    trouble.text
+                );
+                troubles.push(trouble);
+                tried.push(replica.id.clone());
+            }
+        }
+        if troubles.len() as u32 >= calls_max {
+            return Err(verdict(troubles));
+        }
+        if !job.gateway.retry_budget.withdraw(clock::now_ms()) {
+            let text = "no more retries: the gateway's retry budget is spent".to_string();
+            return Err(verdict_with(troubles, text));
+        }
+        job.pool.metrics.retried();
+    }
+}
+
+/// Chooses a replica and waits for its slot. Chooses again whenever the pool changes meanwhile.
+async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Failure> {
+    let pool = job.pool.clone();
+    let started = Instant::now();
+    let queue_ttl = job.queue_ttl_ms.map_or(QUEUE_TTL, Duration::from_millis);
+    loop {
+        let changed = pool.changed.notified();
+        tokio::pin!(changed);
+        // Registered before the look, so that no change between the two is missed.
+        changed.as_mut().enable();
+        let view = job.view(tried.len() as u32);
+        let chosen = match pool.choose(&job.asked, &job.prompt, tried, &job.set, &view) {
+            Ok(chosen) => chosen,
+            Err(unavailable) => {
+                let left = FIRST_PROBE_WAIT.saturating_sub(started.elapsed());
+                if !unavailable.undecided || left.is_zero() {
+                    return Err(no_replica(job, unavailable));
+                }
+                let _ = tokio::time::timeout(left, changed).await;
+                continue;
+            }
+        };
+        let slots = chosen.admitted.replica.slots.clone();
+        let todo = job
+            .asked
+            .ask
+            .input_tokens
+            .saturating_sub(chosen.prefix_tokens);
+        if let Some(permit) = slots.try_take(todo) {
+            note_queue(job, started);
+            return Ok((chosen, permit));
+        }
+        if pool.queued() >= QUEUED_MAX {
+            return Err(Failure::QueueFull {
+                model: pool.model.name.to_string(),
+                queued: QUEUED_MAX,
+                retry_after: Duration::from_secs(1),
+            });
+        }
+        let left = queue_ttl.saturating_sub(started.elapsed());
+        tokio::select! {
+            permit = slots.take(todo) => {
+                note_queue(job, started);
+                return Ok((chosen, permit));
+            }
+            () = changed => {}
+            () = tokio::time::sleep(left) => {
+                return Err(Failure::QueueTimeout {
+                    model: pool.model.name.to_string(),
+                    waited: started.elapsed(),
+                    retry_after: Duration::from_secs(1),
+                });
+            }
+        }
+    }
+}
+
+fn note_queue(job: &mut Job, started: Instant) {
+    if let Some(record) = &mut job.record {
+        record.queue += started.elapsed();
+    }
+}
+
+fn no_replica(job: &Job, unavailable: Unavailable) -> Failure {
+    Failure::NoReplica {
+        model: job.pool.model.name.to_string(),
+        reason: unavailable.reason,
+        retry_after: unavailable.retry_in,
+    }
+}
+
+/// One call of one engine, up to the first event or the whole short answer.
+async fn attempt(
+    job: &mut Job,
+    chosen: Chosen,
+    permit: Permit,
+    attempt: u32,
+) -> Result<Response<ClientBody>, Setback> {
+    let Chosen {
+        mut admitted,
+        reason,
+        prefix_tokens,
+        prefill_before,
+        ..
+    } = chosen;
+    let replica = admitted.replica.clone();
+    let Some(served) = replica.served_name() else {
+        // It stopped being ready in this very moment.
+        return Err(elsewhere(
+            &replica.id,
+            "is no longer ready",
+            TroubleKind::Transport,
+        ));
+    };
+    let outgoing = job.outgoing(&replica, &served).map_err(Setback::Final)?;
+    job.asked.prefix_tokens = prefix_tokens;
+    job.asked.prefill_before = prefill_before;
+    if let Some(record) = &mut job.record {
+        record.attempts = attempt + 1;
+        record.replica = replica.id.clone();
+        record.engine = replica.engine.clone();
+    }
+    let limit = match admitted.is_trial() && job.pool.replicas.len() > 1 {
+        true => job
+            .config
+            .limits
+            .first_byte_timeout
+            .min(TRIAL_FIRST_BYTE_MAX),
+        false => job.config.limits.first_byte_timeout,
+    };
+    let sent_at = Instant::now();
+    let call = async {
+        let request = || job.request(&replica, &outgoing);
+        let response = replica.upstream.send(request).await?;
+        Ok(answer::look(job, &outgoing, response).await)
+    };
+    let looked = match tokio::time::timeout(limit, call).await {
+        Ok(Ok(looked)) => looked,
+        Ok(Err(error)) => return Err(unsent(job, &mut admitted, error)),
+        Err(_) => {
+            admitted.fault(Fault::FirstByteTimeout);
+            job.pool
+                .metrics
+                .upstream_error(UpstreamError::FirstByteTimeout);
+            let text = format!("sent nothing within {limit:?}");
+            return Err(elsewhere(&replica.id, &text, TroubleKind::Silent(limit)));
+        }
+    };
+    let accepted = match looked {
+        Ok(accepted) => accepted,
+        Err(refused) => return Err(refusal(job, &mut admitted, refused)),
+    };
+    let Some(record) = job.record.take() else {
+        return Err(Setback::Final(Failure::ShuttingDown));
+    };
+    let debug = job.debug.then(|| answer::Debug {
+        replica: replica.id.clone(),
+        band: job.band.clone(),
+        queue: record.queue,
+        generation: job.set.generation(),
+        reason,
+    });
+    let mut exchange = Exchange::new(
+        record,
+        permit,
+        admitted,
+        job.pool.clone(),
+        job.asked,
+        sent_at,
+    );
+    exchange.answered(accepted.status());
+    // Only now: noted when it was sent, a burst of one prompt would all follow its first request.
+    job.pool.remember(&job.prompt, &replica);
+    answer::finish(job, accepted, exchange, debug)
+        .await
+        .map_err(|(record, broken)| {
+            job.record = Some(record);
+            elsewhere(&replica.id, &broken, TroubleKind::Transport)
+        })
+}
+
+/// Nothing came back at all.
+fn unsent(
+    job: &Job,
+    admitted: &mut crate::routing::replica::Admitted,
+    error: SendError,
+) -> Setback {
+    let (fault, kind) = match &error {
+        SendError::Connect(_) => (Fault::Connect, UpstreamError::Connect),
+        SendError::ConnectTimeout(_) => (Fault::Connect, UpstreamError::ConnectTimeout),
+        SendError::Reset(_) => (Fault::Reset, UpstreamError::Closed),
+    };
+    admitted.fault(fault);
+    job.pool.metrics.upstream_error(kind);
+    elsewhere(
+        &admitted.replica.id,
+        &error.to_string(),
+        TroubleKind::Transport,
+    )
+}
+
+/// An engine said no, or nothing that is an answer.
+fn refusal(
+    job: &Job,
+    admitted: &mut crate::routing::replica::Admitted,
+    refused: Refused,
+) -> Setback {
+    let replica = admitted.replica.clone();
+    let mut answer = match refused {
+        Refused::Broken(text) => {
+            admitted.fault(Fault::Reset);
+            job.pool.metrics.upstream_error(UpstreamError::Truncated);
+            return elsewhere(&replica.id, &text, TroubleKind::Transport);
+        }
+        Refused::Answered(answer) => answer,
+    };
+    answer.summary = format!(
+        "{} answered {}: {}",
+        replica.id, answer.status, answer.summary
+    );
+    if matches!(answer.status, 401 | 403) {
+        tracing::warn!(
+            replica = %replica.id,
+            "the engine refused the gateway's own key ({}); set `api_key` of its endpoint",
+            answer.status
+        );
+    }
+    let class = job
+        .set
+        .classify_error(&replica.endpoint.engine, answer.status, &answer.body);
+    match class {
+        ErrorClass::ClientFault => {
+            admitted.succeeded();
+            Setback::Final(Failure::Engine(Box::new(answer)))
+        }
+        ErrorClass::Busy => Setback::Elsewhere(Trouble {
+            text: answer.summary.clone(),
+            kind: TroubleKind::Answered(answer),
+        }),
+        ErrorClass::RetryOther | ErrorClass::Fatal => {
+            admitted.fault(Fault::Status5xx);
+            job.pool.metrics.upstream_error(UpstreamError::Status);
+            if class == ErrorClass::Fatal {
+                return Setback::Final(Failure::Engine(Box::new(answer)));
+            }
+            Setback::Elsewhere(Trouble {
+                text: answer.summary.clone(),
+                kind: TroubleKind::Answered(answer),
+            })
+        }
+    }
+}
+
+fn elsewhere(replica: &str, text: &str, kind: TroubleKind) -> Setback {
+    Setback::Elsewhere(Trouble {
+        text: format!("{replica}: {text}"),
+        kind,
+    })
+}
+
+fn verdict(troubles: Vec<Trouble>) -> Failure {
+    let attempts: Vec<String> = troubles
+        .iter()
+        .map(|trouble| trouble.text.clone())
+        .collect();
+    match troubles.into_iter().next_back().map(|trouble| trouble.kind) {
+        // What an engine said itself is the better answer.
+        Some(TroubleKind::Answered(answer)) => Failure::Engine(Box::new(answer)),
+        Some(TroubleKind::Silent(limit)) => Failure::FirstByteTimeout { limit, attempts },
+        Some(TroubleKind::Transport) | None => Failure::UpstreamFailed { attempts },
+    }
+}
+
+fn verdict_with(troubles: Vec<Trouble>, note: String) -> Failure {
+    match verdict(troubles) {
+        Failure::UpstreamFailed { mut attempts } => {
+            attempts.push(note);
+            Failure::UpstreamFailed { attempts }
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,247 @@
+//! One request as the gateway understood it: what it asks for, and how it may be changed for an engine.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Request, header};
+use http_body_util::Full;
+use llmgw_plugins::{PolicySet, RequestView};
+
+use super::dialect::Dialect;
+use super::multipart;
+use super::peek::{self, Peek};
+use super::respond::Failure;
+use super::splice::{self, Edits};
+use super::state::Gateway;
+use crate::config::Config;
+use crate::routing::pool::{Asked, Pool};
+use crate::routing::prefix::PromptHashes;
+use crate::routing::replica::Replica;
+use crate::telemetry::OpenRecord;
+
+/// A request on its way. The record in it is written when it is dropped, wherever that is.
+pub struct Job {
+    pub gateway: Arc<Gateway>,
+    pub config: Arc<Config>,
+    pub pool: Arc<Pool>,
+    /// Pinned for the whole request: no decision sees two generations.
+    pub set: Arc<PolicySet>,
+    pub method: Method,
+    pub path_and_query: String,
+    /// As an engine gets them, but for its own key and host.
+    pub headers: HeaderMap,
+    pub body: Body,
+    pub dialect: Dialect,
+    /// The model as the client named it.
+    pub asked_name: Arc<str>,
+    pub facts: Facts,
+    pub asked: Asked,
+    pub prompt: PromptHashes,
+    pub band: Arc<str>,
+    pub queue_ttl_ms: Option<u64>,
+    /// The tenant's accounting needs the engine's own count of tokens.
+    pub needs_usage: bool,
+    pub debug: bool,
+    /// Moves into the exchange with the replica that answers.
+    pub record: Option<OpenRecord>,
+}
+
+/// A body, as far as it was understood.
+#[derive(Clone)]
+pub enum Body {
+    Json(Bytes),
+    /// A form; its `model` field can be renamed.
+    Form {
+        bytes: Bytes,
+        content_type: String,
+    },
+    /// Nothing in it that the gateway knows.
+    Opaque(Bytes),
+}
+
+/// What the body said, for policies and routing. Never the prompt.
+#[derive(Debug, Clone, Default)]
+pub struct Facts {
+    pub stream: bool,
+    pub asked_usage: bool,
+    pub max_tokens: Option<u64>,
+    pub n: u32,
+    pub has_tools: bool,
+    pub has_images: bool,
+    pub session: Option<String>,
+}
+
+/// How a request goes to one engine.
+pub struct Outgoing {
+    pub body: Bytes,
+    /// The client did not ask for a stream; its answer is put together from one.
+    pub assemble: bool,
+    /// The gateway asked for the usage chunk, the client did not.
+    pub drop_usage_chunk: bool,
+}
+
+impl Body {
+    pub fn bytes(&self) -> &Bytes {
+        match self {
+            Body::Json(bytes) | Body::Form { bytes, .. } | Body::Opaque(bytes) => bytes,
+        }
+    }
+}
+
+impl Facts {
+    pub fn of(peek: &Peek<'_>) -> Facts {
+        Facts {
+            stream: peek.stream,
+            asked_usage: peek.include_usage,
+            max_tokens: peek.max_tokens,
+            n: peek.n.unwrap_or(1).try_into().unwrap_or(u32::MAX),
+            has_tools: peek.has_tools,
+            has_images: peek.has_images,
+            session: peek.session.as_deref().map(str::to_string),
+        }
+    }
+}
+
+impl Job {
+    pub fn view(&self, attempt: u32) -> RequestView<'_> {
+        let age_ms = self
+            .record
+            .as_ref()
+            .map_or(0.0, |record| record.started().elapsed().as_secs_f64() * 1e3);
+        RequestView {
+            model: &self.pool.model.name,
+            path: self.dialect_path(),
+            stream: self.facts.stream,
+            input_tokens: self.asked.ask.input_tokens,
+            max_tokens: self.facts.max_tokens,
+            est_output_tokens: self.asked.ask.est_output_tokens,
+            has_tools: self.facts.has_tools,
+            has_images: self.facts.has_images,
+            n: self.facts.n,
+            session: self.facts.session.as_deref(),
+            age_ms,
+            attempt,
+            ..RequestView::default()
+        }
+    }
+
+    fn dialect_path(&self) -> &str {
+        self.path_and_query
+            .split_once('?')
+            .map_or(&self.path_and_query, |(path, _)| path)
+    }
+
+    /// The body as this engine needs it. Unchanged bytes where nothing has to change.
+    pub fn outgoing(&self, replica: &Replica, served: &str) -> Result<Outgoing, Failure> {
+        match &self.body {
+            Body::Opaque(bytes) => Ok(Outgoing::unchanged(bytes.clone())),
+            Body::Form {
+                bytes,
+                content_type,
+            } => self.outgoing_form(bytes, content_type, served),
+            Body::Json(bytes) => self.outgoing_json(bytes, replica, served),
+        }
+    }
+
+    fn outgoing_json(
+        &self,
+        bytes: &Bytes,
+        replica: &Replica,
+        served: &str,
+    ) -> Result<Outgoing, Failure> {
+        let assembled_dialect = matches!(self.dialect, Dialect::Chat | Dialect::Completions);
+        let assemble = assembled_dialect
+            && !self.facts.stream
+            && self.method == Method::POST
+            && self
+                .set
+                .engine(&replica.endpoint.engine)
+                .is_some_and(|plugin| plugin.cancel_needs_stream);
+        let ask_usage = assembled_dialect
+            && !self.facts.asked_usage
+            && (assemble || (self.facts.stream && self.needs_usage));
+        let rename = *served != *self.asked_name;
+        if !assemble && !ask_usage && !rename {
+            return Ok(Outgoing::unchanged(bytes.clone()));
+        }
+        let peek = peek::peek(bytes).map_err(|error| Failure::InvalidJson(error.to_string()))?;
+        let mut edits = Edits::default();
+        if rename {
+            splice::rename_model(&mut edits, &peek, served);
+        }
+        if assemble {
+            splice::force_stream(&mut edits, &peek, ask_usage);
+        } else if ask_usage {
+            splice::ask_usage(&mut edits, &peek);
+        }
+        Ok(Outgoing {
+            body: edits.apply(bytes),
+            assemble,
+            drop_usage_chunk: ask_usage && !assemble,
+        })
+    }
+
+    fn outgoing_form(
+        &self,
+        bytes: &Bytes,
+        content_type: &str,
+        served: &str,
+    ) -> Result<Outgoing, Failure> {
+        if *served == *self.asked_name {
+            return Ok(Outgoing::unchanged(bytes.clone()));
+        }
+        let found = multipart::find_model(bytes, content_type)
+            .map_err(|error| Failure::InvalidJson(error.to_string()))?;
+        let body = match found {
+            Some(range) => {
+                let mut edits = Edits::default();
+                edits.replace(range, served.as_bytes().to_vec());
+                edits.apply(bytes)
+            }
+            None => bytes.clone(),
+        };
+        Ok(Outgoing::unchanged(body))
+    }
+
+    /// The request for one engine. Built again for the one retry that a stale connection gets.
+    pub fn request(&self, replica: &Replica, outgoing: &Outgoing) -> Request<Full<Bytes>> {
+        let mut request = Request::new(Full::new(outgoing.body.clone()));
+        *request.method_mut() = self.method.clone();
+        let url = &replica.endpoint.url;
+        *request.uri_mut() = if url.base().is_empty() {
+            self.path_and_query.parse()
+        } else {
+            format!("{}{}", url.base(), self.path_and_query).parse()
+        }
+        // It was a client's valid path behind a checked base.
+        .unwrap_or_default();
+        let headers = request.headers_mut();
+        *headers = self.headers.clone();
+        if let Ok(host) = HeaderValue::from_str(url.authority()) {
+            headers.insert(header::HOST, host);
+        }
+        if let Some(key) = replica.authorization() {
+            headers.insert(header::AUTHORIZATION, key);
+        }
+        if outgoing.assemble || self.facts.stream {
+            // The relay reads the events, so they must come as they are.
+            headers.remove(header::ACCEPT_ENCODING);
+        }
+        if let Some(plugin) = self.set.engine(&replica.endpoint.engine) {
+            for name in &plugin.drop_request_headers {
+                headers.remove(name.as_str());
+            }
+        }
+        request
+    }
+}
+
+impl Outgoing {
+    fn unchanged(body: Bytes) -> Outgoing {
+        Outgoing {
+            body,
+            assemble: false,
+            drop_usage_chunk: false,
+        }
+    }
+}

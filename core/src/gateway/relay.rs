@@ -1,0 +1,324 @@
+//! An event stream on its way from an engine to a client: whole events only, each as it arrives.
+//!
+//! The relay knows how its dialect ends. A stream that ends in any other way is given an error event of
+//! that dialect, and then the connection is cut, so that nobody takes half an answer for a whole one.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body::Frame;
+use tokio::time::Sleep;
+
+use super::body::{Cut, Unfinished};
+use super::dialect::{Dialect, ErrorBody, ErrorCode, StreamError};
+use super::events::{Batch, EventStream, Step};
+use super::exchange::{Ending, Exchange};
+use super::rename::{self, Shown};
+use super::silence::{Due, Silence};
+use super::splice::ModelFinder;
+use super::sse::{self, Event};
+use super::usage;
+
+/// What a client gets while the engine is silent: a comment that every event-stream parser ignores.
+pub const KEEPALIVE_COMMENT: &[u8] = b": keep-alive\n\n";
+/// For the engine to end its HTTP body after the dialect's own end; then its connection can be reused.
+const END_GRACE: Duration = Duration::from_millis(1_000);
+
+/// How a stream is changed on its way, if at all.
+pub struct Changes {
+    /// The name the client asked for, until the engine was seen to answer under the same one.
+    pub show_model: Option<Arc<str>>,
+    /// The gateway asked for usage, the client did not: the chunk that carries only that is taken out.
+    pub drop_usage_chunk: bool,
+}
+
+/// One client's event stream.
+pub struct Relay {
+    events: EventStream,
+    dialect: Dialect,
+    changes: Changes,
+    silence: Silence,
+    exchange: Exchange,
+    /// Remembers where this stream's events have the model's name.
+    finder: ModelFinder,
+    /// Events that were looked at before the client's headers went out.
+    first: Option<Batch>,
+    phase: Phase,
+}
+
+enum Phase {
+    Open,
+    /// The dialect's end was forwarded.
+    Ended(Pin<Box<Sleep>>),
+    /// The error event was forwarded; the cut follows.
+    Cutting(Cut),
+    Done,
+}
+
+/// What the first look at a stream showed.
+pub enum First {
+    /// A stream that began properly, and the events read so far.
+    Stream(EventStream, Batch),
+    /// The engine's first event was an error: nothing was admitted, it can be tried elsewhere.
+    Refused(StreamError),
+    /// The stream ended or broke before its first event.
+    Nothing(String),
+}
+
+/// Reads up to the first event. An engine's `200` is no admission: vLLM sends it while it queues, and SGLang
+/// with an error right behind it.
+pub async fn first(mut events: EventStream, dialect: Dialect) -> First {
+    loop {
+        let batch = match events.step().await {
+            Step::Events(batch) => batch,
+            Step::End { cut: 0 } => {
+                return First::Nothing("the stream ended without an event".to_string());
+            }
+            Step::End { .. } => {
+                return First::Nothing("the stream ended inside its first event".to_string());
+            }
+            Step::Broken(error) => {
+                return First::Nothing(format!("the stream broke off: {error}"));
+            }
+        };
+        // An engine's own keep-alive is no event: the client's headers are not out yet.
+        let Some(event) = sse::events(batch.whole()).find(|event| !event.is_comment) else {
+            if events.is_inside_oversize() {
+                return First::Stream(events, batch);
+            }
+            continue;
+        };
+        if let Some(error) = dialect.stream_error(&event) {
+            return First::Refused(error);
+        }
+        return First::Stream(events, batch);
+    }
+}
+
+impl Relay {
+    pub fn new(
+        events: EventStream,
+        first: Batch,
+        dialect: Dialect,
+        changes: Changes,
+        silence: Silence,
+        mut exchange: Exchange,
+    ) -> Relay {
+        exchange.first_byte();
+        Relay {
+            events,
+            dialect,
+            changes,
+            silence,
+            exchange,
+            finder: ModelFinder::new(),
+            first: Some(first),
+            phase: Phase::Open,
+        }
+    }
+
+    pub fn poll_frame(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Unfinished>>> {
+        loop {
+            match &mut self.phase {
+                Phase::Done => return Poll::Ready(None),
+                Phase::Cutting(cut) => {
+                    let unfinished = std::task::ready!(cut.poll(context));
+                    self.phase = Phase::Done;
+                    return Poll::Ready(Some(Err(unfinished)));
+                }
+                Phase::Ended(grace) => {
+                    let drained = matches!(
+                        self.events.poll_step(context),
+                        Poll::Ready(Step::End { .. } | Step::Broken(_))
+                    );
+                    if drained || grace.as_mut().poll(context).is_ready() {
+                        self.phase = Phase::Done;
+                        continue;
+                    }
+                    return Poll::Pending;
+                }
+                Phase::Open => {}
+            }
+            let step = match self.first.take() {
+                Some(batch) => Poll::Ready(Step::Events(batch)),
+                None => self.events.poll_step(context),
+            };
+            let out = match step {
+                Poll::Ready(Step::Events(batch)) => self.on_events(batch),
+                Poll::Ready(Step::End { cut }) => self.on_end(cut),
+                Poll::Ready(Step::Broken(error)) => self.fail(Ending::Broken(format!(
+                    "the engine's stream broke off: {error}"
+                ))),
+                Poll::Pending => match std::task::ready!(self.silence.poll_due(context)) {
+                    Due::Comment if self.events.is_inside_oversize() => None,
+                    Due::Comment => Some(Bytes::from_static(KEEPALIVE_COMMENT)),
+                    Due::TimedOut => self.fail(Ending::Silent(format!(
+                        "the engine sent nothing for {:?}",
+                        self.silence.limit()
+                    ))),
+                },
+            };
+            if let Some(bytes) = out
+                && !bytes.is_empty()
+            {
+                self.exchange.sent(bytes.len());
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
+            }
+        }
+    }
+
+    /// Looks at each event of a batch. Nothing is copied unless an event has to go or to change.
+    fn on_events(&mut self, batch: Batch) -> Option<Bytes> {
+        self.silence.heard();
+        let mut edit = Edit::default();
+        let bytes = &batch.bytes;
+        for event in sse::events(batch.whole()) {
+            if event.is_comment {
+                continue;
+            }
+            if let Some(error) = self.dialect.stream_error(&event) {
+                let kept = edit.until(bytes, &event);
+                return self.fail_with_engine_error(kept, &event, error);
+            }
+            self.exchange.event();
+            if let Some(found) = usage::find_usage(&event.data) {
+                self.exchange.usage(found);
+                if self.changes.drop_usage_chunk && usage::is_usage_only_chunk(&event.data) {
+                    edit.cut(bytes, &event);
+                    continue;
+                }
+            }
+            if self.dialect.ends(&event) {
+                let kept = edit.through(bytes, &event);
+                self.exchange.end(Ending::Complete);
+                self.phase = Phase::Ended(Box::pin(tokio::time::sleep(END_GRACE)));
+                return Some(kept);
+            }
+            self.show_asked_model(&mut edit, bytes, &event);
+        }
+        Some(edit.finish(&batch.bytes))
+    }
+
+    /// Puts the name the client asked for where the engine wrote its own.
+    fn show_asked_model(&mut self, edit: &mut Edit, batch: &Bytes, event: &Event<'_>) {
+        let Some(asked) = &self.changes.show_model else {
+            return;
+        };
+        match rename::in_event(&mut self.finder, event, asked) {
+            Shown::Nothing => {}
+            Shown::AsAsked => self.changes.show_model = None,
+            Shown::Renamed(replaced) => edit.replace(batch, event, &replaced),
+        }
+    }
+
+    fn on_end(&mut self, cut: usize) -> Option<Bytes> {
+        if cut > 0 {
+            let reason = "the engine's stream ended inside an event".to_string();
+            return self.fail(Ending::Broken(reason));
+        }
+        if self.dialect.expects_end() {
+            let reason = "the engine's stream ended without its proper end".to_string();
+            return self.fail(Ending::Broken(reason));
+        }
+        self.exchange.end(Ending::Complete);
+        self.phase = Phase::Done;
+        None
+    }
+
+    /// Ends the stream with an error event in the client's own dialect.
+    fn fail(&mut self, ending: Ending) -> Option<Bytes> {
+        let reason = ending.reason().to_string();
+        let body = ErrorBody {
+            message: reason.clone(),
+            kind: "server_error".into(),
+            code: ErrorCode::Name("upstream_failed".into()),
+            param: None,
+        };
+        let mut out = BytesMut::new();
+        if self.events.is_inside_oversize() {
+            // The piece that is out can't be taken back; a blank line at least ends it.
+            out.extend_from_slice(b"\n\n");
+        }
+        out.extend_from_slice(&self.dialect.error_event(&body));
+        self.cut(ending, reason);
+        Some(out.freeze())
+    }
+
+    /// Forwards what came before, then the engine's own error, once and in one shape.
+    fn fail_with_engine_error(
+        &mut self,
+        kept: Bytes,
+        event: &Event<'_>,
+        error: StreamError,
+    ) -> Option<Bytes> {
+        let mut out = BytesMut::from(&kept[..]);
+        if error.is_native {
+            out.extend_from_slice(event.raw);
+        } else {
+            out.extend_from_slice(&self.dialect.error_event(&error.error));
+        }
+        let reason = format!("the engine reported: {}", error.error.message);
+        self.cut(Ending::EngineError(reason.clone()), reason);
+        Some(out.freeze())
+    }
+
+    fn cut(&mut self, ending: Ending, reason: String) {
+        self.exchange.end(ending);
+        self.phase = Phase::Cutting(Cut::new(reason));
+    }
+}
+
+/// A batch with some events taken out or changed; untouched, it stays the engine's own bytes.
+#[derive(Default)]
+struct Edit {
+    out: BytesMut,
+    /// Up to where the batch is in `out` or left out on purpose.
+    done: usize,
+}
+
+impl Edit {
+    fn start(batch: &Bytes, event: &Event<'_>) -> usize {
+        event.raw.as_ptr() as usize - batch.as_ptr() as usize
+    }
+
+    fn cut(&mut self, batch: &Bytes, event: &Event<'_>) {
+        let start = Self::start(batch, event);
+        self.out.extend_from_slice(&batch[self.done..start]);
+        self.done = start + event.raw.len();
+    }
+
+    fn replace(&mut self, batch: &Bytes, event: &Event<'_>, with: &[u8]) {
+        self.cut(batch, event);
+        self.out.extend_from_slice(with);
+    }
+
+    fn until(&mut self, batch: &Bytes, event: &Event<'_>) -> Bytes {
+        let start = Self::start(batch, event);
+        self.take(batch.slice(..start))
+    }
+
+    fn through(&mut self, batch: &Bytes, event: &Event<'_>) -> Bytes {
+        let end = Self::start(batch, event) + event.raw.len();
+        self.take(batch.slice(..end))
+    }
+
+    fn finish(mut self, batch: &Bytes) -> Bytes {
+        self.take(batch.clone())
+    }
+
+    fn take(&mut self, batch: Bytes) -> Bytes {
+        if self.done == 0 {
+            return batch;
+        }
+        let mut out = std::mem::take(&mut self.out);
+        out.extend_from_slice(&batch[self.done..]);
+        out.freeze()
+    }
+}

@@ -1,0 +1,396 @@
+//! A request's whole story, one line a step.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::request::Parts;
+use http::{HeaderMap, Method, Request, Response};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use llmgw_plugins::{PolicySet, RequestView, TenantView};
+
+use super::auth::Caller;
+use super::body::ClientBody;
+use super::dialect::Dialect;
+use super::forward;
+use super::headers::{self, X_LLMGW_BAND, X_LLMGW_DEBUG, X_LLMGW_MODEL, X_REQUEST_ID};
+use super::hold::Held;
+use super::job::{Body, Facts, Job};
+use super::models;
+use super::multipart;
+use super::peek;
+use super::respond::{self, Failure};
+use super::state::{Gateway, Runtime};
+use crate::config::Model;
+use crate::routing::prefix::PromptHashes;
+use crate::telemetry::OpenRecord;
+use crate::telemetry::access::{AccessRecord, Outcome};
+
+/// How long a client may pause in the middle of its own body.
+const BODY_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The band of callers who have none of their own.
+const OPEN_BAND: &str = "standard";
+/// The best band of callers who have none of their own.
+const OPEN_BEST_BAND: &str = "interactive";
+/// A session name longer than this is cut: it is a hint, not data.
+const SESSION_MAX_BYTES: usize = 256;
+
+/// Answers one request. Every failure goes through `respond::failure`, every record through its own drop.
+pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Response<ClientBody> {
+    let (parts, body) = request.into_parts();
+    let request_id = headers::request_id(&parts.headers);
+    let dialect = Dialect::of_path(parts.uri.path());
+    let mut record = Some(gateway.telemetry.open(AccessRecord {
+        request_id: String::from_utf8_lossy(request_id.as_bytes()).into_owned(),
+        method: parts.method.clone(),
+        path: parts.uri.path().to_string(),
+        ..AccessRecord::default()
+    }));
+    let served = serve(&gateway, parts, &request_id, body, dialect, &mut record).await;
+    let mut response = served.unwrap_or_else(|failure| {
+        if let Some(record) = &mut record {
+            forward::record_failure(record, &failure);
+        }
+        respond::failure(&failure, dialect)
+    });
+    response.headers_mut().insert(X_REQUEST_ID, request_id);
+    response
+}
+
+async fn serve(
+    gateway: &Arc<Gateway>,
+    parts: Parts,
+    request_id: &http::HeaderValue,
+    body: Incoming,
+    dialect: Dialect,
+    record: &mut Option<OpenRecord>,
+) -> Result<Response<ClientBody>, Failure> {
+    if gateway.is_draining() {
+        return Err(Failure::ShuttingDown);
+    }
+    let runtime = gateway.runtime.load_full();
+    let path = parts.uri.path();
+    if !path.starts_with("/v1/") {
+        return Err(Failure::UnknownRoute {
+            method: parts.method.to_string(),
+            path: path.to_string(),
+        });
+    }
+    let caller = runtime.tenants.authenticate(&parts.headers)?;
+    note(record, |record| record.tenant = caller.name.clone());
+    if let Some(wanted) = models::asked(&parts.method, path) {
+        let response = models::answer(&runtime, &caller, &wanted)?;
+        note(record, |record| {
+            record.status = response.status().as_u16();
+            record.outcome = Outcome::Ok;
+        });
+        return Ok(response);
+    }
+    let bytes = read_body(&parts.headers, body, runtime.config.limits.body_max).await?;
+    let understood = understand(&parts, bytes, dialect)?;
+    let asked_name = name_asked(&understood, &parts.headers, dialect, &runtime, &caller)?;
+    note(record, |record| record.model_asked = asked_name.to_string());
+    let model = resolve(&runtime, &caller, &asked_name)?;
+    let set = gateway.policies.current();
+    let job = prepare(
+        gateway, &runtime, set, parts, request_id, understood, asked_name, model, &caller, dialect,
+        record,
+    )?;
+    send(job).await
+}
+
+/// What the body said.
+struct Understood {
+    body: Body,
+    model: Option<String>,
+    facts: Facts,
+    prompt: PromptHashes,
+}
+
+/// Reads the fields that matter, in one pass over borrowed bytes.
+fn understand(parts: &Parts, bytes: Bytes, dialect: Dialect) -> Result<Understood, Failure> {
+    let content_type = parts
+        .headers
+        .get(CONTENT_TYPE)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or("");
+    if content_type
+        .trim_start()
+        .to_ascii_lowercase()
+        .starts_with("multipart/form-data")
+    {
+        let range = multipart::find_model(&bytes, content_type)
+            .map_err(|error| Failure::InvalidJson(error.to_string()))?;
+        let model = range.map(|range| String::from_utf8_lossy(&bytes[range]).into_owned());
+        return Ok(Understood {
+            model,
+            body: Body::Form {
+                bytes,
+                content_type: content_type.to_string(),
+            },
+            facts: Facts::default(),
+            prompt: PromptHashes::of(&[]),
+        });
+    }
+    let is_json = dialect != Dialect::Other || says_json(content_type) || content_type.is_empty();
+    if bytes.is_empty() && !(dialect != Dialect::Other && parts.method == Method::POST) {
+        return Ok(Understood::opaque(bytes));
+    }
+    if !is_json {
+        return Ok(Understood::opaque(bytes));
+    }
+    let peek = peek::peek(&bytes).map_err(|error| Failure::InvalidJson(error.to_string()))?;
+    let mut facts = Facts::of(&peek);
+    if let Some(session) = &mut facts.session {
+        truncate(session, SESSION_MAX_BYTES);
+    }
+    Ok(Understood {
+        model: peek.model.as_deref().map(str::to_string),
+        facts,
+        prompt: PromptHashes::of(&peek.prompt_parts()),
+        body: Body::Json(bytes.clone()),
+    })
+}
+
+impl Understood {
+    fn opaque(bytes: Bytes) -> Understood {
+        Understood {
+            body: Body::Opaque(bytes),
+            model: None,
+            facts: Facts::default(),
+            prompt: PromptHashes::of(&[]),
+        }
+    }
+}
+
+fn says_json(content_type: &str) -> bool {
+    let kind = content_type.split(';').next().unwrap_or("").trim();
+    kind.eq_ignore_ascii_case("application/json") || kind.ends_with("+json")
+}
+
+fn truncate(text: &mut String, max_bytes: usize) {
+    if text.len() > max_bytes {
+        let end = (0..=max_bytes)
+            .rev()
+            .find(|index| text.is_char_boundary(*index))
+            .unwrap_or(0);
+        text.truncate(end);
+    }
+}
+
+/// The model's name as the client wrote it: in the body, else in `x-llmgw-model`, else the only one there is.
+fn name_asked(
+    understood: &Understood,
+    headers: &HeaderMap,
+    dialect: Dialect,
+    runtime: &Runtime,
+    caller: &Caller,
+) -> Result<Arc<str>, Failure> {
+    if let Some(model) = &understood.model {
+        return Ok(Arc::from(model.as_str()));
+    }
+    if let Some(value) = headers.get(X_LLMGW_MODEL) {
+        return Ok(Arc::from(&*String::from_utf8_lossy(value.as_bytes())));
+    }
+    // A chat without a model is a mistake, even where it could only mean one.
+    let by_definition_has_one = dialect != Dialect::Other;
+    match runtime.config.catalog.models.as_slice() {
+        [only] if !by_definition_has_one && caller.may_use(&only.name) => Ok(only.name.clone()),
+        _ => Err(Failure::MissingModel {
+            known: models::names(runtime, caller),
+        }),
+    }
+}
+
+/// An alias is resolved before any check, so that it is no way around one.
+fn resolve(runtime: &Runtime, caller: &Caller, asked: &str) -> Result<Arc<Model>, Failure> {
+    match runtime.config.catalog.resolve(asked) {
+        Some(model) if caller.may_use(&model.name) => Ok(model.clone()),
+        _ => Err(Failure::UnknownModel {
+            asked: asked.to_string(),
+            known: models::names(runtime, caller),
+        }),
+    }
+}
+
+/// Puts together everything that the attempts need.
+#[allow(clippy::too_many_arguments)] // Each is a step's result, named in the story above.
+fn prepare(
+    gateway: &Arc<Gateway>,
+    runtime: &Runtime,
+    set: Arc<PolicySet>,
+    mut parts: Parts,
+    request_id: &http::HeaderValue,
+    understood: Understood,
+    asked_name: Arc<str>,
+    model: Arc<Model>,
+    caller: &Caller,
+    dialect: Dialect,
+    record: &mut Option<OpenRecord>,
+) -> Result<Box<Job>, Failure> {
+    let Some(pool) = runtime.fleet.pool(&model.name) else {
+        return Err(Failure::UnknownModel {
+            asked: asked_name.to_string(),
+            known: models::names(runtime, caller),
+        });
+    };
+    let band_hint = parts
+        .headers
+        .get(X_LLMGW_BAND)
+        .and_then(|value| value.to_str().ok())
+        .map(str::to_string);
+    let debug = parts
+        .headers
+        .get(X_LLMGW_DEBUG)
+        .is_some_and(|value| value.as_bytes() == b"1");
+    headers::towards_engine(&mut parts.headers);
+    parts.headers.insert(X_REQUEST_ID, request_id.clone());
+    let facts = understood.facts;
+    let prompt_bytes = understood.body.bytes().len() as u64;
+    let mut job = Box::new(Job {
+        gateway: gateway.clone(),
+        config: runtime.config.clone(),
+        pool: pool.clone(),
+        method: parts.method,
+        path_and_query: parts
+            .uri
+            .path_and_query()
+            .map_or_else(|| parts.uri.path().to_string(), ToString::to_string),
+        headers: parts.headers,
+        body: understood.body,
+        dialect,
+        asked: pool.ask(prompt_bytes, facts.max_tokens, !facts.has_images),
+        asked_name,
+        facts,
+        prompt: understood.prompt,
+        band: Arc::from(OPEN_BAND),
+        queue_ttl_ms: None,
+        needs_usage: caller.tenant.is_some(),
+        debug,
+        set,
+        record: None,
+    });
+    let (band, ttl_ms) = classify(&job, caller, band_hint.as_deref());
+    job.band = band.clone();
+    job.queue_ttl_ms = ttl_ms;
+    if let Some(record) = record {
+        record.set_model(pool.metrics.clone());
+        record.band = band;
+        record.stream = job.facts.stream;
+    }
+    job.record = record.take();
+    Ok(job)
+}
+
+/// Asks the policy for the band.
+fn classify(job: &Job, caller: &Caller, band_hint: Option<&str>) -> (Arc<str>, Option<u64>) {
+    let tenant = caller.tenant.as_deref();
+    let bands = tenant.map_or(&[][..], |tenant| &tenant.bands);
+    let own = bands.first().map_or(OPEN_BAND, |band| &**band);
+    let best = best_band(bands).unwrap_or(OPEN_BEST_BAND);
+    let request = RequestView {
+        band_hint,
+        ..job.view(0)
+    };
+    let tenant = TenantView {
+        name: &caller.name,
+        band: own,
+        best_band: if tenant.is_some() {
+            best
+        } else {
+            OPEN_BEST_BAND
+        },
+        weight: tenant.map_or(1.0, |tenant| tenant.weight),
+        ..TenantView::default()
+    };
+    let band = job.set.classify(&request, &tenant);
+    (band.name, band.ttl_ms)
+}
+
+/// The highest of a tenant's bands, in the order of the built-in ones.
+fn best_band(bands: &[Arc<str>]) -> Option<&str> {
+    ["interactive", "standard", "batch"]
+        .into_iter()
+        .find(|name| bands.iter().any(|band| &**band == *name))
+        .or(bands.first().map(|band| &**band))
+}
+
+/// Runs the attempts. Where comments are wanted, the client gets its headers while an engine is still silent.
+async fn send(job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
+    let every = job.config.limits.keepalive.filter(|_| job.facts.stream);
+    let dialect = job.dialect;
+    let Some(every) = every else {
+        return forward::attempts(job).await;
+    };
+    let mut attempts = Box::pin(forward::attempts(job));
+    tokio::select! {
+        biased;
+        answered = &mut attempts => answered,
+        () = tokio::time::sleep(every) => {
+            let held = Held::new(attempts, every, dialect);
+            let mut response = Response::new(ClientBody::Held(Box::new(held)));
+            let headers = response.headers_mut();
+            headers.insert(CONTENT_TYPE, http::HeaderValue::from_static("text/event-stream"));
+            headers::for_stream(headers);
+            Ok(response)
+        }
+    }
+}
+
+/// Reads the body to its end, within the limit. It is kept, since another replica may have to get it too, and
+/// since a client that leaves is only noticed once its body was read.
+async fn read_body(
+    headers: &HeaderMap,
+    mut body: Incoming,
+    limit_bytes: u64,
+) -> Result<Bytes, Failure> {
+    let too_large = || Failure::BodyTooLarge { limit_bytes };
+    let announced = headers
+        .get(CONTENT_LENGTH)
+        .and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if announced.is_some_and(|length| length > limit_bytes) {
+        return Err(too_large());
+    }
+    let mut first = Bytes::new();
+    let mut joined = BytesMut::new();
+    loop {
+        let frame = match tokio::time::timeout(BODY_IDLE_TIMEOUT, body.frame()).await {
+            Ok(Some(Ok(frame))) => frame,
+            Ok(Some(Err(error))) => return Err(Failure::UnreadableBody(error.to_string())),
+            Ok(None) => break,
+            Err(_) => {
+                let text = format!("nothing came for {BODY_IDLE_TIMEOUT:?}");
+                return Err(Failure::UnreadableBody(text));
+            }
+        };
+        let Ok(chunk) = frame.into_data() else {
+            continue;
+        };
+        if (first.len() + joined.len() + chunk.len()) as u64 > limit_bytes {
+            return Err(too_large());
+        }
+        // A small body is one frame, and needs no copy.
+        if first.is_empty() && joined.is_empty() {
+            first = chunk;
+            continue;
+        }
+        if joined.is_empty() {
+            joined.reserve(announced.unwrap_or(0) as usize);
+            joined.extend_from_slice(&std::mem::take(&mut first));
+        }
+        joined.extend_from_slice(&chunk);
+    }
+    Ok(if joined.is_empty() {
+        first
+    } else {
+        joined.freeze()
+    })
+}
+
+fn note(record: &mut Option<OpenRecord>, write: impl FnOnce(&mut OpenRecord)) {
+    if let Some(record) = record {
+        write(record);
+    }
+}

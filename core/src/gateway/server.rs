@@ -1,0 +1,144 @@
+//! Accepts clients, over plain TCP or TLS, and serves HTTP/1.1 and HTTP/2 on the same port.
+
+use std::convert::Infallible;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::server::conn::auto;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::client_io::{ClientIo, Departure};
+use super::request;
+use super::state::Gateway;
+
+/// A client that is silent before or between its requests is let go after this.
+const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(75);
+const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// What one HTTP/1.1 connection buffers in either direction; also the limit of a request's head.
+const CONNECTION_BUFFER_MAX_BYTES: usize = 64 * 1024;
+/// Header fields of one request; more is answered with 431.
+const HEADERS_MAX: usize = 128;
+const H2_STREAMS_MAX: u32 = 1_024;
+const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
+const H2_CONNECTION_WINDOW_BYTES: u32 = 4 * 1024 * 1024;
+const H2_SEND_BUFFER_MAX_BYTES: usize = 64 * 1024;
+const H2_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
+/// After an accept that failed (no file descriptors, mostly), before the next.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// One listening address for clients.
+pub struct Listener {
+    pub tcp: TcpListener,
+    pub tls: Option<TlsAcceptor>,
+}
+
+/// Serves until `stop`; then no connection is accepted any more, idle ones are closed, and those with a request
+/// at work end after it. Returns the connections that are left, for the caller to wait for.
+pub async fn serve(
+    listener: Listener,
+    gateway: Arc<Gateway>,
+    stop: CancellationToken,
+) -> TaskTracker {
+    let builder = Arc::new(connection_builder());
+    let connections = TaskTracker::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.tcp.accept() => accepted,
+            () = stop.cancelled() => break,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!("a connection could not be accepted: {error}");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let (builder, gateway, stop) = (builder.clone(), gateway.clone(), stop.clone());
+        let tls = listener.tls.clone();
+        connections.spawn(async move {
+            if let Err(error) = connection(stream, tls, &builder, gateway, stop).await {
+                tracing::debug!("connection ended: {error}");
+            }
+        });
+    }
+    connections.close();
+    connections
+}
+
+fn connection_builder() -> auto::Builder<TokioExecutor> {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_READ_TIMEOUT)
+        // A client that closed its half is gone: that is how most of them leave.
+        .half_close(false)
+        .max_headers(HEADERS_MAX)
+        .max_buf_size(CONNECTION_BUFFER_MAX_BYTES);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(Some(H2_KEEPALIVE_INTERVAL))
+        .max_concurrent_streams(H2_STREAMS_MAX)
+        .initial_stream_window_size(H2_STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(H2_CONNECTION_WINDOW_BYTES)
+        .max_send_buf_size(H2_SEND_BUFFER_MAX_BYTES);
+    builder
+}
+
+async fn connection(
+    stream: TcpStream,
+    tls: Option<TlsAcceptor>,
+    builder: &auto::Builder<TokioExecutor>,
+    gateway: Arc<Gateway>,
+    stop: CancellationToken,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    // An event leaves when it is written; Nagle would hold it back for the one before.
+    stream.set_nodelay(true)?;
+    let departure = Departure::of(&stream);
+    match tls {
+        None => {
+            let io = ClientIo::new(stream, departure.clone());
+            drive(io, departure, builder, gateway, stop).await
+        }
+        Some(acceptor) => {
+            let handshake = acceptor.accept(stream);
+            let stream = tokio::time::timeout(TLS_HANDSHAKE_TIMEOUT, handshake)
+                .await
+                .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+            let io = ClientIo::new(stream, departure.clone());
+            drive(io, departure, builder, gateway, stop).await
+        }
+    }
+}
+
+async fn drive<S>(
+    io: ClientIo<S>,
+    departure: Arc<Departure>,
+    builder: &auto::Builder<TokioExecutor>,
+    gateway: Arc<Gateway>,
+    stop: CancellationToken,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
+where
+    S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+{
+    let service = service_fn(|request| {
+        let gateway = gateway.clone();
+        async move { Ok::<_, Infallible>(request::handle(gateway, request).await) }
+    });
+    let connection = builder.serve_connection(io, service);
+    tokio::pin!(connection);
+    tokio::select! {
+        ended = departure.watch(connection.as_mut()) => return ended,
+        () = stop.cancelled() => {}
+    }
+    connection.as_mut().graceful_shutdown();
+    departure.watch(connection.as_mut()).await
+}

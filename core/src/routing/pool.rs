@@ -1,0 +1,400 @@
+//! The replicas of one model, and the choice among them for one request.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use llmgw_plugins::{Hook, PolicySet, PoolView, ReplicaView, RequestView, RoutingWeights};
+use tokio::sync::Notify;
+
+use super::learned::{OutputLength, Quantiles, TokenRatio};
+use super::prefix::{PREFIX_INDEX_MAX_BLOCKS, PrefixIndex, PromptHashes, ReplicaSlot};
+use super::replica::{Admitted, Readiness, Replica, Standing};
+use super::score::{self, Ask, Candidate};
+use crate::config::Model;
+use crate::gateway::usage::Usage;
+use crate::telemetry::metrics::ModelMetrics;
+use crate::{clock, random};
+
+/// Candidates that a `routing.rank` hook is shown: the best ones by the native score.
+const RANKED_MAX: usize = 8;
+/// Reasons named in one refusal.
+const REASONS_SHOWN_MAX: usize = 5;
+/// Unfinished prefill per replica that counts as saturated, in milliseconds: `gate`'s default `hold_ms`.
+const HOLD_MS: f64 = 500.0;
+
+/// What one request asks of a pool, and what the choice believed.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Asked {
+    pub ask: Ask,
+    /// Bytes of the prompt, from which `ask.input_tokens` was estimated.
+    pub input_bytes: u64,
+    /// Bytes that are no text (images) teach nothing about tokens.
+    pub is_text: bool,
+    /// Tokens of the prompt that the chosen replica probably has cached.
+    pub prefix_tokens: u64,
+    /// Uncached tokens that were ahead on the chosen replica.
+    pub prefill_before: u64,
+}
+
+/// A replica for one request, and the breaker's leave to use it.
+pub struct Chosen {
+    pub admitted: Admitted,
+    pub reason: String,
+    pub score_ms: f64,
+    pub prefix_tokens: u64,
+    pub prefill_before: u64,
+}
+
+/// Why no replica can take the request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Unavailable {
+    pub reason: String,
+    pub retry_in: Duration,
+    /// Some replica has not been asked yet: its first probe may change everything.
+    pub undecided: bool,
+}
+
+/// What a model's requests taught; shared by the pools of one model over reloads.
+#[derive(Default)]
+pub struct Lessons {
+    ratio: TokenRatio,
+    output: OutputLength,
+    first_byte: Quantiles,
+}
+
+/// The replicas of one model.
+pub struct Pool {
+    pub model: Arc<Model>,
+    pub replicas: Vec<Arc<Replica>>,
+    pub metrics: Arc<ModelMetrics>,
+    /// Wakes those who wait when a replica became ready, failed or was freed.
+    pub changed: Arc<Notify>,
+    pub prefix: Arc<Mutex<PrefixIndex>>,
+    pub lessons: Arc<Mutex<Lessons>>,
+    /// The knobs of the native scorer, published by the policy tick.
+    pub weights: ArcSwap<RoutingWeights>,
+}
+
+impl Pool {
+    pub fn new(
+        model: Arc<Model>,
+        replicas: Vec<Arc<Replica>>,
+        metrics: Arc<ModelMetrics>,
+        shared: Shared,
+    ) -> Pool {
+        Pool {
+            model,
+            replicas,
+            metrics,
+            changed: shared.changed,
+            prefix: shared.prefix,
+            lessons: shared.lessons,
+            weights: ArcSwap::from_pointee(RoutingWeights::default()),
+        }
+    }
+
+    pub fn shared(&self) -> Shared {
+        Shared {
+            changed: self.changed.clone(),
+            prefix: self.prefix.clone(),
+            lessons: self.lessons.clone(),
+        }
+    }
+
+    /// Estimates what a request asks for, from its bytes and from what this model's requests taught.
+    pub fn ask(&self, input_bytes: u64, max_tokens: Option<u64>, is_text: bool) -> Asked {
+        let lessons = lock(&self.lessons);
+        Asked {
+            ask: Ask {
+                input_tokens: lessons.ratio.tokens(input_bytes),
+                est_output_tokens: lessons.output.estimate(max_tokens),
+            },
+            input_bytes,
+            is_text,
+            ..Asked::default()
+        }
+    }
+
+    /// Chooses a replica, none of `tried`. A suspect replica whose time has come gets one request as its trial.
+    pub fn choose(
+        &self,
+        asked: &Asked,
+        prompt: &PromptHashes,
+        tried: &[Arc<str>],
+        set: &PolicySet,
+        request: &RequestView<'_>,
+    ) -> Result<Chosen, Unavailable> {
+        let now = clock::now_ms();
+        let mut refusals = Refusals::default();
+        let mut open: Vec<&Arc<Replica>> = Vec::with_capacity(self.replicas.len());
+        for replica in &self.replicas {
+            if tried.contains(&replica.id) {
+                refusals.tried += 1;
+                continue;
+            }
+            match replica.standing(now) {
+                Standing::Open => open.push(replica),
+                Standing::Trial => {
+                    if let Some(admitted) = replica.admit(now) {
+                        return Ok(Chosen {
+                            admitted,
+                            reason: "trial".to_string(),
+                            score_ms: 0.0,
+                            prefix_tokens: 0,
+                            prefill_before: replica.slots.prefill_tokens(),
+                        });
+                    }
+                    refusals.add(format!("{}: being tried again", replica.id), 1_000);
+                }
+                Standing::Closed {
+                    reason,
+                    retry_in_ms,
+                } => refusals.add(reason, retry_in_ms),
+                Standing::Unknown => refusals.undecided = true,
+            }
+        }
+        let candidates = self.candidates(&open, prompt, now);
+        let weights = self.weights.load();
+        // A replica may turn suspect between the look and the choice; then the others are looked at.
+        let Some(choice) = score::choose(&asked.ask, &candidates, &weights, random::next()) else {
+            return Err(refusals.into_unavailable(&self.model.name));
+        };
+        let (index, reason) = match self.rank(asked, &open, &candidates, choice.index, set, request)
+        {
+            Some(ranked) => ranked,
+            None => (choice.index, choice.reason.as_str().to_string()),
+        };
+        let candidate = &candidates[index];
+        match open[index].admit(now) {
+            Some(admitted) => Ok(Chosen {
+                admitted,
+                reason,
+                score_ms: choice.score_ms,
+                prefix_tokens: candidate.prefix_tokens,
+                prefill_before: candidate.prefill_tokens,
+            }),
+            None => {
+                let mut tried = tried.to_vec();
+                tried.push(open[index].id.clone());
+                self.choose(asked, prompt, &tried, set, request)
+            }
+        }
+    }
+
+    fn candidates(
+        &self,
+        open: &[&Arc<Replica>],
+        prompt: &PromptHashes,
+        now_ms: u64,
+    ) -> Vec<Candidate> {
+        let mut matched = vec![0u64; open.len()];
+        if !prompt.is_empty() && open.len() > 1 {
+            let slots: Vec<ReplicaSlot> = open.iter().map(|replica| replica.prefix_slot).collect();
+            lock(&self.prefix).lookup(prompt, &slots, &mut matched);
+        }
+        let ratio = lock(&self.lessons).ratio.bytes_per_token();
+        open.iter()
+            .zip(matched)
+            .map(|(replica, bytes)| replica.candidate(now_ms, (bytes as f64 / ratio) as u64))
+            .collect()
+    }
+
+    /// Lets the operator's own hook choose among the best; `None` is the native choice.
+    fn rank(
+        &self,
+        asked: &Asked,
+        open: &[&Arc<Replica>],
+        candidates: &[Candidate],
+        native: usize,
+        set: &PolicySet,
+        request: &RequestView<'_>,
+    ) -> Option<(usize, String)> {
+        if !set.defines(Hook::Rank) {
+            return None;
+        }
+        // The native choice first, then the others in their order: few fleets have more than eight candidates.
+        let mut shown: Vec<usize> = (0..open.len()).filter(|index| *index != native).collect();
+        shown.insert(0, native);
+        shown.truncate(RANKED_MAX);
+        let views: Vec<ReplicaView<'_>> = shown
+            .iter()
+            .map(|index| view(open[*index], &candidates[*index], asked))
+            .collect();
+        let ranked = set.rank(request, &views)?;
+        let reason = ranked.reason.unwrap_or_else(|| "rank".to_string());
+        Some((*shown.get(ranked.index)?, reason))
+    }
+
+    /// Notes that a replica has worked through a prompt, so that the next one like it finds it there.
+    pub fn remember(&self, prompt: &PromptHashes, replica: &Replica) {
+        if !prompt.is_empty() && self.replicas.len() > 1 {
+            lock(&self.prefix).insert(prompt, replica.prefix_slot);
+        }
+    }
+
+    pub fn learn_first_byte(&self, first_byte: Duration) {
+        lock(&self.lessons)
+            .first_byte
+            .record(first_byte.as_secs_f64() * 1e3, clock::now_ms());
+    }
+
+    pub fn learn_usage(&self, asked: &Asked, usage: &Usage) {
+        let mut lessons = lock(&self.lessons);
+        if let (Some(input), true) = (usage.input, asked.is_text) {
+            lessons.ratio.usage(asked.input_bytes, input);
+        }
+        if let Some(output) = usage.output {
+            lessons.output.usage(output);
+        }
+    }
+
+    /// Requests that wait for a slot of this model, over its replicas.
+    pub fn queued(&self) -> u32 {
+        self.replicas
+            .iter()
+            .map(|replica| replica.slots.queued())
+            .sum()
+    }
+
+    /// Asks the policy for the scorer's knobs. On the tick thread, never on a request's path.
+    pub fn tick(&self, set: &PolicySet) {
+        let now = clock::now_ms();
+        let candidates: Vec<Candidate> = self
+            .replicas
+            .iter()
+            .filter(|replica| matches!(replica.readiness(), Readiness::Ready { .. }))
+            .map(|replica| replica.candidate(now, 0))
+            .collect();
+        let (p50, p90) = match lock(&self.lessons).first_byte.p50_p90(now) {
+            Some((p50, p90)) => (Some(p50), Some(p90)),
+            None => (None, None),
+        };
+        let slots = candidates
+            .iter()
+            .map(|candidate| candidate.slots.map(u64::from))
+            .sum::<Option<u64>>();
+        let view = PoolView {
+            model: &self.model.name,
+            now_ms: now as f64,
+            replicas: self.replicas.len() as u64,
+            ready: candidates.len() as u64,
+            slots: slots.filter(|_| !candidates.is_empty()),
+            saturation: saturation(&candidates),
+            kv: mean(candidates.iter().filter_map(|candidate| candidate.kv)),
+            queued: u64::from(self.queued()),
+            ttft_p50_ms: p50,
+            ttft_p90_ms: p90,
+            ..PoolView::default()
+        };
+        let weights = set.routing_weights(&view);
+        if **self.weights.load() != weights {
+            self.weights.store(Arc::new(weights));
+        }
+    }
+}
+
+/// What outlives a reload: what was learned stays learned.
+pub struct Shared {
+    pub changed: Arc<Notify>,
+    pub prefix: Arc<Mutex<PrefixIndex>>,
+    pub lessons: Arc<Mutex<Lessons>>,
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Shared {
+            changed: Arc::default(),
+            prefix: Arc::new(Mutex::new(PrefixIndex::new(PREFIX_INDEX_MAX_BLOCKS))),
+            lessons: Arc::default(),
+        }
+    }
+}
+
+/// Why each replica can't take a request.
+#[derive(Default)]
+struct Refusals {
+    reasons: Vec<String>,
+    more: usize,
+    tried: usize,
+    undecided: bool,
+    retry_in_ms: Option<u64>,
+}
+
+impl Refusals {
+    fn add(&mut self, reason: String, retry_in_ms: u64) {
+        self.retry_in_ms = Some(self.retry_in_ms.unwrap_or(u64::MAX).min(retry_in_ms));
+        if self.reasons.len() < REASONS_SHOWN_MAX {
+            self.reasons.push(reason);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    fn into_unavailable(mut self, model: &str) -> Unavailable {
+        if self.more > 0 {
+            self.reasons.push(format!("and {} more", self.more));
+        }
+        if self.tried > 0 {
+            self.reasons.push(format!("{} tried already", self.tried));
+        }
+        if self.undecided {
+            self.reasons.push("some were not probed yet".to_string());
+        }
+        if self.reasons.is_empty() {
+            self.reasons.push(format!(
+                "`{model}` has no endpoints, and this version places no replicas for its profiles"
+            ));
+        }
+        Unavailable {
+            reason: self.reasons.join("; "),
+            retry_in: Duration::from_millis(self.retry_in_ms.unwrap_or(1_000)),
+            undecided: self.undecided,
+        }
+    }
+}
+
+fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> ReplicaView<'a> {
+    let todo = asked
+        .ask
+        .input_tokens
+        .saturating_sub(candidate.prefix_tokens)
+        .max(1);
+    let ahead = (candidate.prefill_tokens + todo) as f64;
+    ReplicaView {
+        id: &replica.id,
+        ms_per_prefill_token: Some(candidate.ms_per_prefill_token),
+        slots: candidate.slots,
+        inflight: candidate.inflight,
+        queued: candidate.queued,
+        prefill_tokens: candidate.prefill_tokens,
+        running: candidate.running,
+        waiting: candidate.waiting,
+        kv: candidate.kv,
+        metrics_age_ms: candidate.metrics_age_ms,
+        prefix_tokens: candidate.prefix_tokens,
+        est_ttft_ms: Some(ahead * candidate.ms_per_prefill_token),
+        errors_1m: f64::from(candidate.errors_1m),
+        ..ReplicaView::default()
+    }
+}
+
+/// How full a pool is: unfinished prefill against what one replica is let hold, else in-flight against slots.
+fn saturation(candidates: &[Candidate]) -> Option<f64> {
+    mean(candidates.iter().map(|candidate| {
+        let ahead = candidate.prefill_tokens as f64 * candidate.ms_per_prefill_token / HOLD_MS;
+        match candidate.slots {
+            Some(slots) if slots > 0 => ahead.max(f64::from(candidate.inflight) / f64::from(slots)),
+            _ => ahead,
+        }
+    }))
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (count, sum) = values.fold((0u32, 0.0), |(count, sum), value| (count + 1, sum + value));
+    (count > 0).then(|| sum / f64::from(count))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,333 @@
+//! One engine as the gateway sees it: readiness, load, faults and speed, each from its own source.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use http::HeaderValue;
+use llmgw_plugins::Load;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use super::breaker::{Admission, BREAKER_OPEN_MIN_MS, Breaker, BreakerState, Fault};
+use super::errors_window::ErrorsWindow;
+use super::learned::Learned;
+use super::prefix::ReplicaSlot;
+use super::score::Candidate;
+use crate::clock;
+use crate::config::Endpoint;
+use crate::flow::permit::Slots;
+use crate::random;
+use crate::upstream::Upstream;
+
+/// What the engine's own probes say.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Readiness {
+    /// Not asked yet.
+    Unknown,
+    NotReady {
+        reason: String,
+    },
+    /// The engine says that it is ready and lists a name that the model goes by.
+    Ready {
+        served: Arc<str>,
+        /// The engine's own model card, as it sent it.
+        card: Arc<str>,
+    },
+}
+
+impl Readiness {
+    /// Engines put the time into their cards, so a card that differs is no news.
+    fn says_the_same_as(&self, other: &Readiness) -> bool {
+        match (self, other) {
+            (Readiness::Ready { served, .. }, Readiness::Ready { served: now, .. }) => {
+                served == now
+            }
+            _ => self == other,
+        }
+    }
+}
+
+/// One engine behind a model.
+pub struct Replica {
+    /// `host:port`, with the base path where there is one; unique within its model.
+    pub id: Arc<str>,
+    pub engine: Arc<str>,
+    pub endpoint: Endpoint,
+    /// `Bearer KEY`, where the engine asks for one; marked as sensitive.
+    authorization: Option<HeaderValue>,
+    /// Names under which the engine may list the model, best first.
+    pub names: Vec<Arc<str>>,
+    pub upstream: Arc<Upstream>,
+    pub slots: Arc<Slots>,
+    /// Its place in the pool's prefix index.
+    pub prefix_slot: ReplicaSlot,
+    /// Ends its probe and its scrape when it leaves the configuration; requests on it go on.
+    pub retired: CancellationToken,
+    /// Wakes requests that wait for any replica of the pool.
+    pub pool_changed: Arc<Notify>,
+    state: Mutex<State>,
+}
+
+/// What changes. Held for a few instructions at a time, never across an await.
+struct State {
+    readiness: Readiness,
+    breaker: Breaker,
+    errors: ErrorsWindow,
+    learned: Learned,
+    load: Load,
+    /// When `load` was read; none was, where it is absent.
+    load_at_ms: Option<u64>,
+    scrape_error: Option<String>,
+}
+
+/// What the router may do with a replica right now.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Standing {
+    Open,
+    /// Suspect: one request may try it.
+    Trial,
+    Closed {
+        reason: String,
+        retry_in_ms: u64,
+    },
+    Unknown,
+}
+
+/// A replica's numbers, for the admin address.
+#[derive(Debug, Clone)]
+pub struct Numbers {
+    pub readiness: Readiness,
+    pub breaker: &'static str,
+    pub errors_1m: u32,
+    pub load: Load,
+    pub metrics_age_ms: Option<u64>,
+    pub scrape_error: Option<String>,
+    pub ms_per_prefill_token: f64,
+}
+
+impl Replica {
+    pub fn new(
+        endpoint: Endpoint,
+        names: Vec<Arc<str>>,
+        connect_timeout: Duration,
+        prefix_slot: ReplicaSlot,
+        pool_changed: Arc<Notify>,
+    ) -> Arc<Replica> {
+        let authorization = endpoint.api_key.as_ref().and_then(|key| {
+            let mut value = HeaderValue::from_str(&format!("Bearer {}", key.expose())).ok()?;
+            value.set_sensitive(true);
+            Some(value)
+        });
+        Arc::new(Replica {
+            id: format!("{}{}", endpoint.url.authority(), endpoint.url.base()).into(),
+            engine: Arc::from(endpoint.engine.as_str()),
+            authorization,
+            upstream: Upstream::new(endpoint.url.host(), endpoint.url.port(), connect_timeout),
+            slots: Slots::new(endpoint.slots),
+            endpoint,
+            names,
+            prefix_slot,
+            retired: CancellationToken::new(),
+            pool_changed,
+            state: Mutex::new(State {
+                readiness: Readiness::Unknown,
+                breaker: Breaker::default(),
+                errors: ErrorsWindow::default(),
+                learned: Learned::default(),
+                load: Load::default(),
+                load_at_ms: None,
+                scrape_error: None,
+            }),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn authorization(&self) -> Option<HeaderValue> {
+        self.authorization.clone()
+    }
+
+    // Readiness.
+
+    pub fn readiness(&self) -> Readiness {
+        self.state().readiness.clone()
+    }
+
+    /// The name to send to the engine, and whether it may get requests at all.
+    pub fn served_name(&self) -> Option<Arc<str>> {
+        match &self.state().readiness {
+            Readiness::Ready { served, .. } => Some(served.clone()),
+            _ => None,
+        }
+    }
+
+    /// Takes the verdict of a probe that began at `started_ms`, and says whether it changed anything.
+    pub fn probed(&self, verdict: Readiness, started_ms: u64) -> bool {
+        let mut state = self.state();
+        if matches!(verdict, Readiness::Ready { .. }) {
+            state.breaker.probe_ok(started_ms);
+        }
+        let changed = !state.readiness.says_the_same_as(&verdict);
+        state.readiness = verdict;
+        drop(state);
+        if changed {
+            self.pool_changed.notify_waiters();
+        }
+        changed
+    }
+
+    /// Whether a request may go there, without taking a trial.
+    pub fn standing(&self, now_ms: u64) -> Standing {
+        let state = self.state();
+        match &state.readiness {
+            Readiness::Unknown => Standing::Unknown,
+            Readiness::NotReady { reason } => Standing::Closed {
+                reason: format!("{}: {reason}", self.id),
+                retry_in_ms: 1_000,
+            },
+            Readiness::Ready { .. } if !state.breaker.admits(now_ms) => Standing::Closed {
+                reason: format!("{}: {}", self.id, fault_text(state.breaker.last_fault())),
+                retry_in_ms: BREAKER_OPEN_MIN_MS,
+            },
+            Readiness::Ready { .. } => match state.breaker.state() {
+                BreakerState::Closed => Standing::Open,
+                BreakerState::Open | BreakerState::HalfOpen => Standing::Trial,
+            },
+        }
+    }
+
+    /// Takes the right to send one request; `None` when another one just took it.
+    pub fn admit(self: &Arc<Self>, now_ms: u64) -> Option<Admitted> {
+        let admission = self.state().breaker.admit(now_ms);
+        match admission {
+            Admission::Refused { .. } => None,
+            Admission::Closed { .. } | Admission::Trial { .. } => Some(Admitted {
+                replica: self.clone(),
+                admission,
+            }),
+        }
+    }
+
+    // Load.
+
+    pub fn scraped(&self, load: Load) {
+        let mut state = self.state();
+        state.load = load;
+        state.load_at_ms = Some(clock::now_ms());
+        state.scrape_error = None;
+    }
+
+    /// The numbers stay, with their age: stale lowers trust, it closes nothing. True when the text is new.
+    pub fn scrape_failed(&self, error: String) -> bool {
+        let mut state = self.state();
+        let news = state.scrape_error.as_ref() != Some(&error);
+        state.scrape_error = Some(error);
+        news
+    }
+
+    pub fn previous_load(&self) -> Option<Load> {
+        let state = self.state();
+        state.load_at_ms.map(|_| state.load)
+    }
+
+    /// What the scorer sees.
+    pub fn candidate(&self, now_ms: u64, prefix_tokens: u64) -> Candidate {
+        let state = self.state();
+        Candidate {
+            inflight: self.slots.inflight(),
+            queued: self.slots.queued(),
+            slots: self.slots.limit(),
+            prefill_tokens: self.slots.prefill_tokens(),
+            ms_per_prefill_token: state.learned.ms_per_prefill_token(),
+            ms_per_decode_step: state.learned.ms_per_decode_step(),
+            running: state.load.running,
+            waiting: state.load.waiting,
+            kv: state.load.kv,
+            metrics_age_ms: state.load_at_ms.map(|at| now_ms.saturating_sub(at) as f64),
+            errors_1m: state.errors.count(now_ms),
+            prefix_tokens,
+        }
+    }
+
+    pub fn numbers(&self, now_ms: u64) -> Numbers {
+        let state = self.state();
+        Numbers {
+            readiness: state.readiness.clone(),
+            breaker: state.breaker.state().as_str(),
+            errors_1m: state.errors.count(now_ms),
+            load: state.load,
+            metrics_age_ms: state.load_at_ms.map(|at| now_ms.saturating_sub(at)),
+            scrape_error: state.scrape_error.clone(),
+            ms_per_prefill_token: state.learned.ms_per_prefill_token(),
+        }
+    }
+
+    // Speed.
+
+    /// `prefill_tokens`: what the engine had to work through before this first byte, others' prompts included.
+    pub fn learn_prefill(&self, first_byte: Duration, prefill_tokens: u64) {
+        self.state()
+            .learned
+            .first_byte(first_byte.as_secs_f64() * 1e3, prefill_tokens);
+    }
+
+    pub fn learn_decode(&self, streamed: Duration, steps: u64) {
+        self.state()
+            .learned
+            .decoded(streamed.as_secs_f64() * 1e3, steps);
+    }
+}
+
+/// The breaker's leave for one request. Dropped without a word, a trial is free for the next request.
+pub struct Admitted {
+    pub replica: Arc<Replica>,
+    admission: Admission,
+}
+
+impl Admitted {
+    pub fn is_trial(&self) -> bool {
+        matches!(self.admission, Admission::Trial { .. })
+    }
+
+    /// A trial succeeds at its first byte, any other request at its end.
+    pub fn succeeded(&mut self) {
+        let trial = self.is_trial();
+        self.admission = self.replica.state().breaker.success(self.admission);
+        if trial {
+            self.replica.pool_changed.notify_waiters();
+        }
+    }
+
+    pub fn fault(&mut self, fault: Fault) {
+        let now = clock::now_ms();
+        let mut state = self.replica.state();
+        state.errors.record(now);
+        state
+            .breaker
+            .fault(self.admission, fault, now, random::next());
+        drop(state);
+        // Those who wait for its slot had better choose again.
+        self.replica.pool_changed.notify_waiters();
+    }
+}
+
+impl Drop for Admitted {
+    fn drop(&mut self) {
+        if self.is_trial() {
+            self.replica.state().breaker.abandon_trial(self.admission);
+        }
+    }
+}
+
+/// What the last fault was, in words.
+fn fault_text(fault: Option<Fault>) -> &'static str {
+    match fault {
+        Some(Fault::Connect) => "refused the connection",
+        Some(Fault::Reset) => "broke off its answers",
+        Some(Fault::FirstByteTimeout | Fault::IdleTimeout) => "fell silent",
+        Some(Fault::Status5xx) => "answered with server errors",
+        None => "was suspect",
+    }
+}

@@ -1,0 +1,300 @@
+//! `llmgw server`: reads the configuration, opens the addresses, serves until it is told to stop.
+
+pub mod reload;
+pub mod report;
+pub mod signals;
+pub mod ticks;
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use llmgw_plugins::{Policies, PolicyOptions};
+use tokio::net::{TcpListener, TcpSocket};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use self::reload::Reloads;
+use self::signals::Signals;
+use crate::admin::{self, Admin};
+use crate::config::{self, Config};
+use crate::gateway::server::{self, Listener};
+use crate::gateway::state::Gateway;
+use crate::gateway::tls;
+use crate::telemetry::{Telemetry, log};
+
+/// Connections that the kernel completes before they are accepted.
+const LISTEN_BACKLOG: u32 = 4_096;
+/// For the last answers to leave once every request is done.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// The command line of `llmgw server`.
+#[derive(Debug, Clone)]
+pub struct ServerOptions {
+    pub config: PathBuf,
+    /// Wins over the configuration's `policies`.
+    pub policies: Option<PathBuf>,
+    pub listen: Option<SocketAddr>,
+    pub admin: Option<SocketAddr>,
+    /// Validate and exit.
+    pub check: bool,
+}
+
+/// Why a server did not start, and the exit status that says so.
+#[derive(Debug)]
+pub enum ServerError {
+    /// What the operator wrote: exit status 2.
+    Configuration(String),
+    /// What the machine refused: exit status 1.
+    Start(String),
+}
+
+impl ServerError {
+    pub fn exit_status(&self) -> u8 {
+        match self {
+            ServerError::Configuration(_) => 2,
+            ServerError::Start(_) => 1,
+        }
+    }
+}
+
+impl std::fmt::Display for ServerError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            ServerError::Configuration(text) | ServerError::Start(text) => f.write_str(text),
+        }
+    }
+}
+
+impl std::error::Error for ServerError {}
+
+/// Runs a server to its end.
+pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
+    let config = read_config(&options)?;
+    let policies = open_policies(&options, &config)?;
+    check_engines(&config, &policies)?;
+    let client_tls = config
+        .listen
+        .tls
+        .as_ref()
+        .map(tls::acceptor)
+        .transpose()
+        .map_err(|error| ServerError::Configuration(error.to_string()))?;
+    let admin_tls = config
+        .admin
+        .tls
+        .as_ref()
+        .map(tls::acceptor)
+        .transpose()
+        .map_err(|error| ServerError::Configuration(error.to_string()))?;
+    if options.check {
+        println!("{}: ok", options.config.display());
+        for said in config::warnings(&config)
+            .iter()
+            .chain(&config::not_yet_enforced(&config))
+        {
+            eprintln!("warning: {said}");
+        }
+        return Ok(());
+    }
+    let telemetry = start_telemetry(&config);
+    raise_file_limit();
+    let mut signals = Signals::install().map_err(start_error("signals"))?;
+    let client_address = config.listen.address;
+    let clients = bind(client_address, "listen")?;
+    let admin_listener = bind(config.admin.address, "admin")?;
+    let addresses = report::Addresses {
+        clients: clients.local_addr().unwrap_or(client_address),
+        clients_tls: client_tls.is_some(),
+        admin: admin_listener.local_addr().unwrap_or(config.admin.address),
+        admin_tls: admin_tls.is_some(),
+    };
+    say_what_is_not_done(&config);
+    let token = config.admin.token.clone();
+    let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
+    let stop = Stop::default();
+    let reloads = Reloads::new(options, gateway.clone());
+    let background = TaskTracker::new();
+    background.spawn(reloads.clone().watch(stop.background.clone()));
+    background.spawn(policies.clone().watch(stop.background.clone()));
+    let ticks = ticks::start(gateway.clone());
+    let admin = Arc::new(Admin {
+        metrics: telemetry.metrics.clone(),
+        policies,
+        report: report::of(gateway.clone(), addresses.clone(), reloads.clone()),
+        ready: report::readiness(gateway.clone()),
+        reload: {
+            let reloads = reloads.clone();
+            Arc::new(move || reloads.now())
+        },
+        token: token.map(|token| token.expose().to_string()),
+    });
+    let admin_task = tokio::spawn(admin::serve(
+        admin_listener,
+        admin,
+        admin_tls,
+        stop.admin.clone(),
+    ));
+    tracing::info!(
+        "serving clients on {}://{}, admin on {}://{}",
+        scheme(addresses.clients_tls),
+        addresses.clients,
+        scheme(addresses.admin_tls),
+        addresses.admin
+    );
+    let listener = Listener {
+        tcp: clients,
+        tls: client_tls,
+    };
+    let serving = tokio::spawn(server::serve(
+        listener,
+        gateway.clone(),
+        stop.clients.clone(),
+    ));
+    signals.wait(&reloads).await;
+    let clean = drain(&gateway, &stop, serving, signals).await;
+    stop.background.cancel();
+    ticks.stop();
+    stop.admin.cancel();
+    let _ = admin_task.await;
+    tokio::task::spawn_blocking(move || telemetry.flush())
+        .await
+        .ok();
+    tracing::info!(
+        "stopped{}",
+        if clean { "" } else { ", with requests cut off" }
+    );
+    Ok(())
+}
+
+/// What ends what: clients first, the admin address last.
+#[derive(Default)]
+struct Stop {
+    clients: CancellationToken,
+    background: CancellationToken,
+    admin: CancellationToken,
+}
+
+/// Lets requests finish within `drain_timeout`; a second signal cuts them off. True: all of them finished.
+async fn drain(
+    gateway: &Gateway,
+    stop: &Stop,
+    serving: tokio::task::JoinHandle<TaskTracker>,
+    mut signals: Signals,
+) -> bool {
+    let limit = gateway.runtime.load().config.limits.drain_timeout;
+    gateway.drain();
+    stop.clients.cancel();
+    let Ok(connections) = serving.await else {
+        return false;
+    };
+    tracing::info!(
+        "stopping: {} connections left, at most {limit:?}; a second signal cuts them off",
+        connections.len()
+    );
+    let done = tokio::select! {
+        () = connections.wait() => true,
+        () = tokio::time::sleep(limit) => false,
+        () = signals.stop() => false,
+    };
+    if !done {
+        tracing::warn!("{} connections were cut off", connections.len());
+        let _ = tokio::time::timeout(LAST_WORDS, connections.wait()).await;
+    }
+    done
+}
+
+fn read_config(options: &ServerOptions) -> Result<Config, ServerError> {
+    let config = config::load(&options.config)
+        .map_err(|errors| ServerError::Configuration(errors.to_string()))?;
+    options.over(config).map_err(ServerError::Configuration)
+}
+
+impl ServerOptions {
+    /// Puts the command line's addresses over those of the file.
+    pub(crate) fn over(&self, mut config: Config) -> Result<Config, String> {
+        if let Some(address) = self.listen {
+            config.listen.address = address;
+        }
+        if let Some(address) = self.admin {
+            config.admin.address = address;
+            config
+                .admin
+                .check()
+                .map_err(|error| format!("--admin {address}: {error}"))?;
+        }
+        Ok(config)
+    }
+}
+
+fn open_policies(options: &ServerOptions, config: &Config) -> Result<Arc<Policies>, ServerError> {
+    let dir = options.policies.clone().or_else(|| config.policies.clone());
+    // A check leaves nothing behind.
+    let state = (!options.check).then(|| config.state.clone());
+    Policies::open(PolicyOptions { dir, state })
+        .map_err(|error| ServerError::Configuration(error.to_string()))
+}
+
+/// Refuses an engine that no plugin describes, before the first request finds out.
+pub(crate) fn check_engines(config: &Config, policies: &Policies) -> Result<(), ServerError> {
+    let set = policies.current();
+    config::check_engines(config, &set.engine_names())
+        .map_err(|errors| ServerError::Configuration(errors.to_string()))
+}
+
+fn start_telemetry(config: &Config) -> Arc<Telemetry> {
+    let format = match config.log.format {
+        config::LogFormat::Text => log::LogFormat::Text,
+        config::LogFormat::Json => log::LogFormat::Json,
+    };
+    log::init(format, config.log.level.into());
+    Telemetry::start(format)
+}
+
+fn say_what_is_not_done(config: &Config) {
+    for said in config::warnings(config) {
+        tracing::warn!("{said}");
+    }
+    for said in config::not_yet_enforced(config) {
+        tracing::warn!("{said}");
+    }
+}
+
+fn bind(address: SocketAddr, what: &str) -> Result<TcpListener, ServerError> {
+    let bound = || -> io::Result<TcpListener> {
+        let socket = if address.is_ipv4() {
+            TcpSocket::new_v4()?
+        } else {
+            TcpSocket::new_v6()?
+        };
+        // A restart must not wait for the last connections' TIME_WAIT.
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(LISTEN_BACKLOG)
+    };
+    bound().map_err(|error| {
+        ServerError::Start(format!(
+            "`{what}` {address} can't be listened on: {error}; is another process there? (`ss -ltnp`)"
+        ))
+    })
+}
+
+/// A stream takes two descriptors; the soft limit of 1,024 is a history lesson.
+fn raise_file_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!("the limit of open files could not be raised: {error}");
+    }
+}
+
+fn start_error(what: &'static str) -> impl Fn(io::Error) -> ServerError {
+    move |error| ServerError::Start(format!("{what}: {error}"))
+}
+
+fn scheme(tls: bool) -> &'static str {
+    if tls { "https" } else { "http" }
+}

@@ -1,0 +1,136 @@
+//! A configuration that changed: read whole, checked, put in force, or refused with the last good one kept.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::{ServerOptions, check_engines};
+use crate::config::{self, Config, ConfigErrors, ConfigWatch};
+use crate::gateway::state::Gateway;
+
+/// Changes of the file that may wait to be looked at: only the last one matters.
+const PENDING_MAX: usize = 1;
+
+/// Reloads of one server: by a file that changed, by SIGHUP, by `ctl reload`.
+pub struct Reloads {
+    options: ServerOptions,
+    gateway: Arc<Gateway>,
+    state: Mutex<State>,
+}
+
+/// What is in force, and what is not.
+#[derive(Debug, Clone)]
+pub struct State {
+    pub loaded_at_ms: u64,
+    pub last_error: Option<String>,
+}
+
+impl Reloads {
+    pub fn new(options: ServerOptions, gateway: Arc<Gateway>) -> Arc<Reloads> {
+        Arc::new(Reloads {
+            options,
+            gateway,
+            state: Mutex::new(State {
+                loaded_at_ms: unix_ms(),
+                last_error: None,
+            }),
+        })
+    }
+
+    pub fn state(&self) -> State {
+        self.state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Follows the file until the server stops.
+    pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
+        let watch = ConfigWatch::new(&self.gateway.runtime.load().config);
+        let (changed, mut changes) = mpsc::channel(PENDING_MAX);
+        let watching = watch.run(stop.clone(), changed);
+        let applying = async {
+            while let Some(change) = changes.recv().await {
+                // The outcome is in the log and on the admin address.
+                let _ = self.take(change);
+            }
+        };
+        tokio::join!(watching, applying);
+    }
+
+    /// Reads everything again, policies included. May block.
+    pub fn now(&self) -> Result<String, String> {
+        let policies = self
+            .gateway
+            .policies
+            .reload()
+            .map(|set| set.generation())
+            .map_err(|error| error.to_string());
+        let config = self.take(config::load(&self.options.config));
+        match (config, policies) {
+            (Ok(()), Ok(generation)) => Ok(format!(
+                "{} is in force, policies generation {generation}",
+                self.options.config.display()
+            )),
+            (config, policies) => Err([config.err(), policies.err()]
+                .into_iter()
+                .flatten()
+                .collect::<Vec<_>>()
+                .join("\n")),
+        }
+    }
+
+    /// As `now`, without waiting for it.
+    pub fn in_background(self: Arc<Self>) {
+        tokio::task::spawn_blocking(move || {
+            let _ = self.now();
+        });
+    }
+
+    fn take(&self, change: Result<Config, ConfigErrors>) -> Result<(), String> {
+        // The command line wins over the file at a reload as it does at the start.
+        let checked = change
+            .map_err(|errors| errors.to_string())
+            .and_then(|config| self.options.over(config))
+            .and_then(|config| {
+                check_engines(&config, &self.gateway.policies)
+                    .map(|()| config)
+                    .map_err(|error| error.to_string())
+            });
+        let outcome = checked.map(|config| self.apply(config));
+        let metrics = &self.gateway.telemetry.metrics;
+        metrics.config_reloaded(outcome.is_ok());
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match &outcome {
+            Ok(()) => {
+                state.loaded_at_ms = unix_ms();
+                state.last_error = None;
+            }
+            Err(error) => {
+                tracing::error!(
+                    "the configuration was not reloaded, the last good one stays:\n{error}"
+                );
+                state.last_error = Some(error.clone());
+            }
+        }
+        outcome
+    }
+
+    fn apply(&self, config: Config) {
+        let before = self.gateway.runtime.load().config.clone();
+        for key in config::needs_restart(&before, &config) {
+            tracing::warn!("`{key}` changed; it takes effect with the next start");
+        }
+        let models = config.catalog.models.len();
+        self.gateway.apply(config);
+        tracing::info!("configuration reloaded: {models} models");
+    }
+}
+
+fn unix_ms() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_millis() as u64)
+}

@@ -1,0 +1,123 @@
+//! What the admin address shows of a running server.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use super::reload::Reloads;
+use crate::admin::status::{
+    ConfigStatus, ListenerStatus, ModelStatus, ReplicaState, ReplicaStatus, StatusReport,
+};
+use crate::admin::{Ready, Report};
+use crate::clock;
+use crate::gateway::state::Gateway;
+use crate::routing::pool::Pool;
+use crate::routing::replica::{Readiness, Replica, Standing};
+
+/// The addresses that are really listened on.
+#[derive(Debug, Clone)]
+pub struct Addresses {
+    pub clients: SocketAddr,
+    pub clients_tls: bool,
+    pub admin: SocketAddr,
+    pub admin_tls: bool,
+}
+
+/// The whole gateway, described when asked.
+pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) -> Report {
+    Arc::new(move || {
+        let runtime = gateway.runtime.load();
+        let reload = reloads.state();
+        let listener = |name: &str, address: SocketAddr, tls| ListenerStatus {
+            name: name.to_string(),
+            address: address.to_string(),
+            tls,
+        };
+        StatusReport {
+            version: env!("CARGO_PKG_VERSION").to_string(),
+            uptime_ms: clock::now_ms(),
+            generation: gateway.policies.current().generation(),
+            listeners: vec![
+                listener("clients", addresses.clients, addresses.clients_tls),
+                listener("admin", addresses.admin, addresses.admin_tls),
+            ],
+            config: ConfigStatus {
+                source: runtime.config.source.display().to_string(),
+                loaded_at_ms: reload.loaded_at_ms,
+                last_error: reload.last_error,
+            },
+            models: runtime
+                .config
+                .catalog
+                .models
+                .iter()
+                .filter_map(|model| runtime.fleet.pool(&model.name))
+                .map(|pool| model_status(pool))
+                .collect(),
+        }
+    })
+}
+
+/// Whether clients can be served: listeners are up and a policy set is in force by the time this is asked.
+pub fn readiness(gateway: Arc<Gateway>) -> Ready {
+    Arc::new(move || {
+        if gateway.is_draining() {
+            return Err("the gateway is shutting down".to_string());
+        }
+        Ok(())
+    })
+}
+
+fn model_status(pool: &Pool) -> ModelStatus {
+    let replicas: Vec<ReplicaStatus> = pool
+        .replicas
+        .iter()
+        .map(|replica| replica_status(replica))
+        .collect();
+    ModelStatus {
+        name: pool.model.name.to_string(),
+        aliases: pool.model.aliases.iter().map(ToString::to_string).collect(),
+        ready: replicas
+            .iter()
+            .any(|replica| replica.state == ReplicaState::Ready),
+        replicas,
+    }
+}
+
+fn replica_status(replica: &Replica) -> ReplicaStatus {
+    let now = clock::now_ms();
+    let numbers = replica.numbers(now);
+    let (state, reason) = match (&numbers.readiness, replica.standing(now)) {
+        (Readiness::Unknown, _) => (ReplicaState::Unknown, "not probed yet".to_string()),
+        (Readiness::NotReady { reason }, _) => (ReplicaState::NotReady, reason.clone()),
+        (Readiness::Ready { .. }, Standing::Closed { reason, .. }) => (ReplicaState::Open, reason),
+        (Readiness::Ready { .. }, _) => (
+            ReplicaState::Ready,
+            numbers
+                .scrape_error
+                .map(|error| format!("no load from its metrics: {error}"))
+                .unwrap_or_default(),
+        ),
+    };
+    let served_name = match &numbers.readiness {
+        Readiness::Ready { served, .. } => Some(served.to_string()),
+        _ => None,
+    };
+    ReplicaStatus {
+        id: replica.id.to_string(),
+        url: replica.endpoint.url.to_string(),
+        engine: replica.engine.to_string(),
+        state,
+        reason,
+        served_name,
+        inflight: u64::from(replica.slots.inflight()),
+        queued: u64::from(replica.slots.queued()),
+        slots: replica.slots.limit().map(u64::from),
+        running: numbers.load.running,
+        waiting: numbers.load.waiting,
+        kv: numbers.load.kv,
+        metrics_age_ms: numbers.metrics_age_ms,
+        breaker: numbers.breaker.to_string(),
+        errors_1m: u64::from(numbers.errors_1m),
+        ms_per_prefill_token: Some(numbers.ms_per_prefill_token),
+    }
+}

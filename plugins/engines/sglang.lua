@@ -1,0 +1,68 @@
+-- SGLang. Facts are from 0.5.23 (2026-11) unless another version is named.
+local M = { api = 1, name = "sglang", needs_gpu = true, multi_node = true, tensor_parallel = true,
+            executables = { "sglang" } }
+
+M.metrics = {
+  path = "/metrics", -- needs --enable-metrics
+  running = { "sglang:num_running_reqs" },
+  waiting = { "sglang:num_queue_reqs" },
+  kv = { "sglang:token_usage" },
+}
+
+-- /health generates a token and takes 1 s to 20 s; /ready only reads flags. The model is listed before the
+-- engine is ready, so both are needed.
+M.readiness = { health = "/ready", models = "/v1/models", start_deadline_ms = 1800000 }
+
+-- What llmgw itself puts on the command line.
+local OWNED = {
+  "--host", "--port", "--served-model-name", "--model-path", "--model", "--tp-size", "--tensor-parallel-size", "--tp",
+  "--pp-size", "--pipeline-parallel-size", "--pp", "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr",
+  "--enable-metrics", "--api-key",
+}
+
+function M.validate(profile, model)
+  local errors = {}
+  for _, arg in profile.args or {} do
+    for _, flag in OWNED do
+      if arg == flag or string.sub(arg, 1, #flag + 1) == flag .. "=" then
+        table.insert(errors, "argument `" .. flag .. "` belongs to llmgw: remove it from `args`")
+      end
+    end
+  end
+  if profile.launch_mode ~= nil and profile.launch_mode ~= "native" then
+    table.insert(errors, "SGLang knows launch_mode `native` only, not `" .. tostring(profile.launch_mode) .. "`")
+  end
+  return errors
+end
+
+local function append(list, ...)
+  for i = 1, select("#", ...) do
+    table.insert(list, tostring((select(i, ...))))
+  end
+end
+
+-- The same line with its rank on each node. A rank above 0 opens a dummy server whose 200 says nothing.
+function M.commands(shard)
+  local args = { "serve", "--model-path", shard.source }
+  append(args, "--served-model-name", shard.served_name, "--host", shard.advertise or "127.0.0.1", "--port", shard.port,
+    "--tp-size", shard.tensor_parallel or 1, "--pp-size", shard.pipeline_parallel or 1, "--enable-metrics")
+  local env = {}
+  if (shard.nodes or 1) > 1 then
+    append(args, "--nnodes", shard.nodes, "--node-rank", shard.rank,
+      "--dist-init-addr", tostring(shard.leader_address) .. ":" .. tostring(shard.rendezvous_port))
+    if shard.socket_interface then
+      env.GLOO_SOCKET_IFNAME = shard.socket_interface
+      env.NCCL_SOCKET_IFNAME = shard.socket_interface
+    end
+    if shard.adapters and #shard.adapters > 0 then
+      env.NCCL_IB_HCA = "=" .. table.concat(shard.adapters, ",") -- "=": exactly these names
+    end
+  end
+  for name, value in shard.env or {} do
+    env[name] = value
+  end
+  append(args, table.unpack(shard.args or {}))
+  return { { command = "sglang", args = args, env = env } }
+end
+
+return M

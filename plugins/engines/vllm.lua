@@ -1,0 +1,103 @@
+-- vLLM. Facts are from 0.32 and 0.33 (2026-11) unless another version is named.
+local M = { api = 1, name = "vllm", needs_gpu = true, multi_node = true, tensor_parallel = true,
+            executables = { "vllm", "ray" } }
+
+M.metrics = {
+  path = "/metrics",
+  running = { "vllm:num_requests_running" },
+  waiting = { "vllm:num_requests_waiting" },
+  kv = { "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc" }, -- 0..1, not percent; the second one before 0.10
+}
+
+-- Connections are refused until the engine is ready; there is no 503 phase.
+M.readiness = { health = "/health", models = "/v1/models", start_deadline_ms = 1800000 }
+
+-- What llmgw itself puts on the command line.
+local OWNED = {
+  "--host", "--port", "--served-model-name", "--model", "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
+  "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless", "--distributed-executor-backend", "--api-key",
+}
+
+function M.validate(profile, model)
+  local errors = {}
+  for _, arg in profile.args or {} do
+    for _, flag in OWNED do
+      if arg == flag or string.sub(arg, 1, #flag + 1) == flag .. "=" then
+        table.insert(errors, "argument `" .. flag .. "` belongs to llmgw: remove it from `args`")
+      end
+    end
+  end
+  local mode = profile.launch_mode
+  if mode ~= nil and mode ~= "native" and mode ~= "ray" then
+    table.insert(errors, "vLLM knows launch_mode `native` and `ray`, not `" .. tostring(mode) .. "`")
+  end
+  return errors
+end
+
+local function append(list, ...)
+  for i = 1, select("#", ...) do
+    table.insert(list, tostring((select(i, ...))))
+  end
+end
+
+local function environment(shard)
+  local env = { VLLM_NO_USAGE_STATS = "1" }
+  if shard.advertise then
+    env.VLLM_HOST_IP = shard.advertise
+  end
+  if (shard.nodes or 1) > 1 and shard.socket_interface then
+    env.GLOO_SOCKET_IFNAME = shard.socket_interface
+    env.NCCL_SOCKET_IFNAME = shard.socket_interface
+  end
+  if (shard.nodes or 1) > 1 and shard.adapters and #shard.adapters > 0 then
+    env.NCCL_IB_HCA = "=" .. table.concat(shard.adapters, ",") -- "=": exactly these names
+  end
+  for name, value in shard.env or {} do
+    env[name] = value
+  end
+  return env
+end
+
+local function serve(shard)
+  local args = { "serve", shard.source }
+  append(args, "--served-model-name", shard.served_name, "--host", shard.advertise or "127.0.0.1", "--port", shard.port,
+    "--tensor-parallel-size", shard.tensor_parallel or 1, "--pipeline-parallel-size", shard.pipeline_parallel or 1)
+  return args
+end
+
+-- One node: one command. Several, `native`: the same line with its rank on each node, headless above rank 0.
+-- Several, `ray`: the head is a sidecar of rank 0, the other ranks only join it.
+function M.commands(shard)
+  local env = environment(shard)
+  local several = (shard.nodes or 1) > 1
+  local head = tostring(shard.leader_address) .. ":" .. tostring(shard.rendezvous_port)
+  if several and shard.launch_mode == "ray" then
+    env.RAY_ADDRESS = head
+    if shard.rank > 0 then
+      local args = { "start", "--address", head, "--node-ip-address", shard.advertise, "--num-gpus", tostring(shard.gpus),
+        "--disable-usage-stats", "--block" }
+      return { { command = "ray", args = args, env = env } }
+    end
+    local start = { "start", "--head", "--port", tostring(shard.rendezvous_port), "--node-ip-address", shard.advertise,
+      "--num-gpus", tostring(shard.gpus), "--include-dashboard", "false", "--disable-usage-stats", "--block" }
+    local args = serve(shard)
+    append(args, "--distributed-executor-backend", "ray")
+    append(args, table.unpack(shard.args or {}))
+    return {
+      { command = "ray", args = start, env = env, sidecar = true },
+      { command = "vllm", args = args, env = env, wait_for = head },
+    }
+  end
+  local args = serve(shard)
+  if several then
+    append(args, "--nnodes", shard.nodes, "--node-rank", shard.rank,
+      "--master-addr", shard.leader_address, "--master-port", shard.rendezvous_port)
+    if shard.rank > 0 then
+      append(args, "--headless")
+    end
+  end
+  append(args, table.unpack(shard.args or {}))
+  return { { command = "vllm", args = args, env = env } }
+end
+
+return M

@@ -1,0 +1,331 @@
+//! One call of each hook on an example, at load: a misspelt knob or field is found before it is in force.
+
+use std::sync::Arc;
+
+use crate::budget::{Limit, TICK_MAX};
+use crate::calls::{
+    classify, classify_error, key, map_metrics, pool_call, prices, rank, reject, weight,
+};
+use crate::engine::EnginePlugin;
+use crate::error::Fault;
+use crate::hooks::{BandSpec, Hook};
+use crate::launch::{ModelView, ProfileView, ShardView, commands, validate};
+use crate::placement::{CandidateView, JobView, NodeView, filter, score};
+use crate::returns::{self, Clamped};
+use crate::samples::Samples;
+use crate::views::{BandQueue, Domain, PoolView, ReplicaView, RequestView, TenantView, UsageView};
+use crate::vm::Vm;
+
+/// Calls each defined hook once on an example, so that a set with a misspelt knob or field is refused at load; and
+/// asks for the bands. Here a value out of its range is a mistake, not something to clamp.
+pub(crate) fn examine(
+    vm: &mut Vm,
+    defined: &[bool; Hook::ALL.len()],
+) -> Result<Vec<BandSpec>, (Hook, Fault)> {
+    let queues = [
+        BandQueue {
+            name: "interactive",
+            queued: 1,
+            oldest_ms: Some(20.0),
+        },
+        BandQueue {
+            name: "standard",
+            queued: 0,
+            oldest_ms: None,
+        },
+    ];
+    let (pool, request, tenant, replicas) = (
+        example_pool(&queues),
+        example_request(),
+        example_tenant(),
+        example_replicas(),
+    );
+    let usage = UsageView {
+        cost_1m: 1000.0,
+        share_1m: 0.5,
+        queued: 0,
+        inflight: 1,
+        wait_p90_ms: Some(10.0),
+    };
+    let bands = strict(
+        Hook::Bands,
+        pool_call(vm, Hook::Bands, &pool).and_then(|value| returns::bands(&value)),
+    );
+    // A file without `bands` has the embedded ones.
+    let bands = if defined[Hook::Bands as usize] || bands.is_ok() {
+        bands?
+    } else {
+        native_bands()
+    };
+    for hook in Hook::ALL.into_iter().filter(|hook| defined[*hook as usize]) {
+        let clamped = match hook {
+            Hook::Weights => pool_call(vm, hook, &pool)
+                .and_then(|value| returns::weights(&value))
+                .map(|(_, faults)| faults),
+            Hook::Gate => pool_call(vm, hook, &pool)
+                .and_then(|value| returns::gate(&value))
+                .map(|(_, faults)| faults),
+            Hook::Prices => prices(vm, "model")
+                .and_then(|value| returns::prices(&value))
+                .map(|(_, faults)| faults),
+            Hook::Weight => weight(vm, &tenant, &usage).map(|(_, faults)| faults),
+            Hook::Classify => classify(vm, &request, &tenant, &bands).map(|(_, faults)| faults),
+            Hook::Reject => reject(vm, &request, "queue_full")
+                .map(|refusal| refusal.map(|(_, faults)| faults).unwrap_or_default()),
+            Hook::Key => key(vm, &request, &tenant).map(|_| Vec::new()),
+            Hook::Rank => rank(vm, &request, &replicas).map(|_| Vec::new()),
+            Hook::PlacementFilter => filter(
+                vm,
+                Limit::Clock(TICK_MAX),
+                &example_job(),
+                &example_node(&DOMAINS),
+            )
+            .map(|_| Vec::new()),
+            Hook::PlacementScore => {
+                let nodes = ["node-1".to_owned()];
+                score(
+                    vm,
+                    Limit::Clock(TICK_MAX),
+                    &example_job(),
+                    &example_candidate(&nodes),
+                )
+                .map(|(_, faults)| faults)
+            }
+            _ => continue,
+        };
+        strict(hook, clamped.map(|faults| ((), faults)))?;
+    }
+    Ok(bands)
+}
+
+/// The same for an engine's functions.
+pub(crate) fn examine_engine(vm: &mut Vm, plugin: &EnginePlugin) -> Result<(), (Hook, Fault)> {
+    let args = ["--verbose".to_owned()];
+    let env = [("NAME".to_owned(), "value".to_owned())];
+    if plugin.maps {
+        let samples = Samples::parse("example_running 1\n");
+        let mapped = map_metrics(vm, &plugin.name, &samples, None, 1000.0);
+        strict(Hook::EngineMap, mapped)?;
+    }
+    if plugin.classifies_errors {
+        classify_error(vm, &plugin.name, 500, b"{}")
+            .map_err(|fault| (Hook::EngineClassifyError, fault))?;
+    }
+    if plugin.validates {
+        let profile = example_profile(&plugin.name, &args, &env);
+        let model = ModelView {
+            name: "example",
+            source: Some("org/example"),
+            replicas: 1,
+        };
+        validate(vm, &plugin.name, &profile, &model)
+            .map_err(|fault| (Hook::EngineValidate, fault))?;
+    }
+    if plugin.starts {
+        let shard = example_shard(&plugin.name, &args, &env);
+        commands(vm, plugin, &shard).map_err(|fault| (Hook::EngineCommands, fault))?;
+    }
+    Ok(())
+}
+
+fn strict<T>(hook: Hook, result: Result<Clamped<T>, Fault>) -> Result<T, (Hook, Fault)> {
+    match result {
+        Ok((value, faults)) => match faults.into_iter().next() {
+            None => Ok(value),
+            Some(fault) => Err((hook, fault)),
+        },
+        Err(fault) => Err((hook, fault)),
+    }
+}
+
+/// The bands of `policies.md`, for a set whose `admission.lua` doesn't define any.
+fn native_bands() -> Vec<BandSpec> {
+    let band = |name, priority, floor, max_queue, ttl_ms, shed| BandSpec {
+        name: Arc::from(name),
+        priority,
+        floor,
+        max_queue,
+        ttl_ms,
+        shed,
+    };
+    vec![
+        band("interactive", 100.0, 0.0, 2000, 30_000, None),
+        band("standard", 50.0, 0.10, 5000, 120_000, None),
+        band("batch", 0.0, 0.02, 20_000, 3_600_000, Some(1.0)),
+    ]
+}
+
+fn example_pool<'a>(bands: &'a [BandQueue<'a>]) -> PoolView<'a> {
+    PoolView {
+        model: "example",
+        now_ms: 1.8e12,
+        replicas: 2,
+        ready: 2,
+        slots: Some(8),
+        saturation: Some(0.5),
+        kv: Some(0.4),
+        queued: 1,
+        queued_cost: 300.0,
+        ttft_p50_ms: Some(120.0),
+        ttft_p90_ms: Some(400.0),
+        arrivals_s: 3.0,
+        rejected_s: 0.0,
+        bands,
+    }
+}
+
+fn example_request() -> RequestView<'static> {
+    RequestView {
+        model: "example",
+        path: "/v1/chat/completions",
+        stream: true,
+        input_tokens: 300,
+        max_tokens: Some(200),
+        est_output_tokens: 150,
+        n: 1,
+        age_ms: 0.2,
+        ..RequestView::default()
+    }
+}
+
+fn example_tenant() -> TenantView<'static> {
+    TenantView {
+        name: "example",
+        band: "standard",
+        best_band: "interactive",
+        weight: 1.0,
+        inflight: 1,
+        ..TenantView::default()
+    }
+}
+
+fn example_replicas() -> [ReplicaView<'static>; 2] {
+    let replica = ReplicaView {
+        id: "example/0",
+        ms_per_prefill_token: Some(0.5),
+        slots: Some(4),
+        running: Some(1.0),
+        waiting: Some(0.0),
+        kv: Some(0.2),
+        metrics_age_ms: Some(100.0),
+        est_ttft_ms: Some(150.0),
+        ..ReplicaView::default()
+    };
+    [
+        replica,
+        ReplicaView {
+            id: "example/1",
+            inflight: 1,
+            prefix_tokens: 100,
+            ..replica
+        },
+    ]
+}
+
+const DOMAINS: [Domain; 1] = [Domain { gpus: 8, free: 8 }];
+
+fn example_job() -> JobView<'static> {
+    JobView {
+        kind: "gpu",
+        model: "example",
+        profile: "example",
+        engine: "vllm",
+        gpus: 4,
+        gpus_per_node: 4,
+        nodes: 1,
+        gpu_class: Some("h100-sxm-80g"),
+        cpus: Some(8),
+        memory_gib: Some(64.0),
+        replica: 0,
+        replicas: 1,
+        labels: &[],
+    }
+}
+
+fn example_node(domains: &[Domain]) -> NodeView<'_> {
+    NodeView {
+        id: "node-1",
+        labels: &[],
+        rack: Some("r1"),
+        zone: Some("z1"),
+        fabric: Some("ib"),
+        gpu_class: Some("h100-sxm-80g"),
+        gpus: 8,
+        gpus_free: 8,
+        domains,
+        cpus: 64,
+        cpus_free: 64,
+        memory_gib_free: 500.0,
+        state: "ready",
+    }
+}
+
+fn example_candidate(nodes: &[String]) -> CandidateView<'_> {
+    CandidateView {
+        nodes,
+        gpus: 4,
+        domains: 1,
+        domains_filled: 0,
+        gpu_after: 0.5,
+        cpu_after: 0.1,
+        frag_delta: 1.0,
+        fabrics: 1,
+        same_node: 0,
+        same_rack: 0,
+        same_zone: 0,
+        cached: Some(0.0),
+    }
+}
+
+fn example_profile<'a>(
+    engine: &'a str,
+    args: &'a [String],
+    env: &'a [(String, String)],
+) -> ProfileView<'a> {
+    ProfileView {
+        name: "example",
+        engine,
+        gpus_per_node: Some(1),
+        nodes: 1,
+        tensor_parallel: 1,
+        pipeline_parallel: 1,
+        slots: Some(4),
+        cpus: Some(8),
+        memory_gib: Some(16.0),
+        launch_mode: Some("native"),
+        args,
+        env,
+        ..ProfileView::default()
+    }
+}
+
+fn example_shard<'a>(
+    engine: &'a str,
+    args: &'a [String],
+    env: &'a [(String, String)],
+) -> ShardView<'a> {
+    ShardView {
+        model: "example",
+        source: "org/example",
+        served_name: "example",
+        profile: "example",
+        engine,
+        nodes: 1,
+        leader_address: "10.0.0.1",
+        port: 21000,
+        rendezvous_port: Some(21001),
+        tensor_parallel: 1,
+        pipeline_parallel: 1,
+        slots: Some(4),
+        gpus: 1,
+        cpus: Some(8),
+        memory_gib: Some(16.0),
+        args,
+        env,
+        socket_interface: Some("eth0"),
+        advertise: Some("10.0.0.1"),
+        models_dir: Some("/models"),
+        launch_mode: Some("native"),
+        ..ShardView::default()
+    }
+}

@@ -1,0 +1,32 @@
+//! `llmgw policy init`: writes the embedded policies out, to be edited.
+
+use std::fs::{self, OpenOptions};
+use std::io::{ErrorKind as IoKind, Write};
+use std::path::{Path, PathBuf};
+
+use crate::bundle::BUILT_IN;
+use crate::error::PolicyError;
+
+/// Writes every embedded file that `dir` doesn't have yet and returns the paths written. Never overwrites one.
+pub fn init_dir(dir: &Path) -> Result<Vec<PathBuf>, PolicyError> {
+    let mut written = Vec::new();
+    for (key, text) in BUILT_IN {
+        let path = dir.join(key);
+        let failed = |e: std::io::Error| {
+            PolicyError::in_file(path.display().to_string(), format!("can't be written: {e}"))
+        };
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(failed)?;
+        }
+        // `create_new`, so that not even a file that appears this moment is overwritten.
+        match OpenOptions::new().write(true).create_new(true).open(&path) {
+            Ok(mut file) => {
+                file.write_all(text.as_bytes()).map_err(failed)?;
+                written.push(path);
+            }
+            Err(e) if e.kind() == IoKind::AlreadyExists => {}
+            Err(e) => return Err(failed(e)),
+        }
+    }
+    Ok(written)
+}

@@ -1,0 +1,346 @@
+//! The policies in force: opened, reloaded whole or not at all, and kept when a new set is broken.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use arc_swap::ArcSwap;
+use serde::Serialize;
+use tokio::sync::watch;
+
+use crate::bundle::Bundle;
+use crate::error::{ErrorKind, PolicyError};
+use crate::hooks::Hook;
+use crate::set::{PolicySet, Source};
+use crate::store;
+use crate::trip::Ledger;
+
+/// Generations that `rollback` can go back to.
+const HISTORY_MAX: usize = 8;
+
+/// Where policies come from.
+#[derive(Clone, Debug, Default)]
+pub struct PolicyOptions {
+    /// The directory; `None`: the embedded policies only.
+    pub dir: Option<PathBuf>,
+    /// Where the last good set is kept for the next start; `None`: nowhere.
+    pub state: Option<PathBuf>,
+}
+
+/// The policies in force, and the only place that changes them.
+#[derive(Debug)]
+pub struct Policies {
+    options: PolicyOptions,
+    current: ArcSwap<PolicySet>,
+    built_in: Arc<PolicySet>,
+    ledger: Arc<Ledger>,
+    /// Held while a set is loaded: reloads happen one after the other.
+    progress: Mutex<Progress>,
+    /// Counts what a person would want to look at again: swaps, and new errors.
+    changes: watch::Sender<u64>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    last_error: Option<PolicyError>,
+    /// Sets that were refused since the process started.
+    reload_failures: u64,
+    /// The bundle that was refused: it isn't tried, and complained about, again and again.
+    refused: Option<[u8; 32]>,
+    generation: u64,
+    history: VecDeque<Arc<PolicySet>>,
+    /// Reloads are off.
+    pinned: bool,
+}
+
+/// For `llmgw ctl policies`.
+#[derive(Clone, Debug, Serialize)]
+pub struct PolicyStatus {
+    /// In force.
+    pub generation: u64,
+    /// Where it came from.
+    pub source: Source,
+    /// When it was loaded, ms since the Unix epoch.
+    pub loaded_at_ms: u64,
+    /// Why the newest files are not in force; `None` when they are.
+    pub last_error: Option<PolicyError>,
+    /// Sets that were not taken since the process started, each mistake counted once.
+    pub reload_failures: u64,
+    /// Hooks that are switched off.
+    pub trips: Vec<Hook>,
+    /// Failed calls since the process started.
+    pub errors: Vec<ErrorCount>,
+    /// Generations that one can go back to, oldest first.
+    pub history: Vec<u64>,
+    /// A person chose this generation: changes of the directory are ignored.
+    pub pinned: bool,
+    /// Engines known.
+    pub engines: Vec<String>,
+}
+
+/// One counter of `llmgw_policy_errors_total`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ErrorCount {
+    /// The hook.
+    pub hook: Hook,
+    /// What went wrong.
+    pub kind: ErrorKind,
+    /// How often.
+    pub count: u64,
+}
+
+impl Policies {
+    /// Loads the policies on the way that a reload takes. A broken directory is an error, unless a last good set of an
+    /// earlier run is there to start with; then the error is on show in [`Policies::status`].
+    pub fn open(options: PolicyOptions) -> Result<Arc<Policies>, PolicyError> {
+        let ledger = Arc::new(Ledger::default());
+        let built_in = Arc::new(PolicySet::load(
+            Bundle::built_in(),
+            0,
+            Source::BuiltIn,
+            Arc::clone(&ledger),
+            None,
+        )?);
+        let (set, last_error) = first(&options, &ledger, &built_in)?;
+        let set = Arc::new(set);
+        let progress = Progress {
+            last_error,
+            generation: 1,
+            history: VecDeque::from([Arc::clone(&set)]),
+            ..Progress::default()
+        };
+        Ok(Arc::new(Policies {
+            options,
+            current: ArcSwap::new(set),
+            built_in,
+            ledger,
+            progress: Mutex::new(progress),
+            changes: watch::Sender::new(0),
+        }))
+    }
+
+    /// The set in force. Hold it for as long as a request or a decision takes, so that it sees one generation only.
+    pub fn current(&self) -> Arc<PolicySet> {
+        self.current.load_full()
+    }
+
+    /// Reads everything again. A set that differs, loads and passes its check is swapped in; else the one in force stays
+    /// and the reason is recorded. Blocks for some ten ms: not for a serving thread.
+    pub fn reload(&self) -> Result<Arc<PolicySet>, PolicyError> {
+        let mut progress = self.progress();
+        let Some(dir) = self.options.dir.as_deref().filter(|_| !progress.pinned) else {
+            return Ok(self.current());
+        };
+        let bundle = Bundle::gather(dir);
+        match bundle {
+            Ok(bundle) => self.stage(&mut progress, dir, bundle),
+            Err(error) => Err(self.record(&mut progress, None, error)),
+        }
+    }
+
+    fn stage(
+        &self,
+        progress: &mut Progress,
+        dir: &Path,
+        bundle: Bundle,
+    ) -> Result<Arc<PolicySet>, PolicyError> {
+        let current = self.current();
+        let from_directory = Source::Directory(dir.to_path_buf());
+        if current.bundle.hash == bundle.hash && current.source == from_directory {
+            // Also after a mistake was taken back: then nothing is wrong any more.
+            progress.last_error = None;
+            progress.refused = None;
+            return Ok(current);
+        }
+        let hash = bundle.hash;
+        if let (Some(error), true) = (&progress.last_error, progress.refused == Some(hash)) {
+            return Err(error.clone());
+        }
+        let generation = progress.generation + 1;
+        let loaded = PolicySet::load(
+            bundle,
+            generation,
+            from_directory,
+            Arc::clone(&self.ledger),
+            Some(Arc::clone(&self.built_in)),
+        );
+        match loaded {
+            Ok(set) => {
+                let set = Arc::new(set);
+                self.current.store(Arc::clone(&set));
+                progress.generation = generation;
+                progress.last_error = None;
+                progress.refused = None;
+                progress.history.push_back(Arc::clone(&set));
+                if progress.history.len() > HISTORY_MAX {
+                    progress.history.pop_front();
+                }
+                keep(self.options.state.as_deref(), &set);
+                self.changed();
+                tracing::info!(generation, dir = %dir.display(), "policies reloaded");
+                Ok(set)
+            }
+            Err(error) => Err(self.record(progress, Some(hash), error)),
+        }
+    }
+
+    /// What is in force and what is wrong.
+    pub fn status(&self) -> PolicyStatus {
+        let set = self.current();
+        let progress = self.progress();
+        PolicyStatus {
+            generation: set.generation,
+            source: set.source.clone(),
+            loaded_at_ms: set.loaded_at_ms,
+            last_error: progress.last_error.clone(),
+            reload_failures: progress.reload_failures,
+            trips: set.tripped(),
+            errors: self.error_counts(),
+            history: progress.history.iter().map(|set| set.generation).collect(),
+            pinned: progress.pinned,
+            engines: set.engines.keys().cloned().collect(),
+        }
+    }
+
+    /// Failed calls since the process started, over all generations.
+    pub fn error_counts(&self) -> Vec<ErrorCount> {
+        self.ledger
+            .counts()
+            .into_iter()
+            .map(|(hook, kind, count)| ErrorCount { hook, kind, count })
+            .collect()
+    }
+
+    /// Puts an earlier generation in force and ignores the directory until [`Policies::unpin`]. `None`: the one before the
+    /// current one. The error says which generations there are.
+    pub fn pin(&self, generation: Option<u64>) -> Result<Arc<PolicySet>, PolicyError> {
+        let mut progress = self.progress();
+        let current = self.current();
+        let wanted = match generation {
+            Some(generation) => progress
+                .history
+                .iter()
+                .find(|set| set.generation == generation),
+            None => progress
+                .history
+                .iter()
+                .rev()
+                .find(|set| set.generation < current.generation),
+        };
+        let Some(set) = wanted.cloned() else {
+            let known: Vec<String> = progress
+                .history
+                .iter()
+                .map(|set| set.generation.to_string())
+                .collect();
+            let reason = format!(
+                "there is no such generation to go back to; there are {}",
+                known.join(", ")
+            );
+            return Err(PolicyError::in_file("(policies)", reason));
+        };
+        progress.pinned = true;
+        self.current.store(Arc::clone(&set));
+        self.changed();
+        tracing::info!(generation = set.generation, "policies pinned");
+        Ok(set)
+    }
+
+    /// Follows the directory again, from its present contents on.
+    pub fn unpin(&self) -> Result<Arc<PolicySet>, PolicyError> {
+        self.progress().pinned = false;
+        self.reload()
+    }
+
+    fn record(
+        &self,
+        progress: &mut Progress,
+        hash: Option<[u8; 32]>,
+        error: PolicyError,
+    ) -> PolicyError {
+        if progress.last_error.as_ref() != Some(&error) {
+            let text = error.text.as_deref().unwrap_or_default();
+            tracing::error!(
+                text,
+                "policies not reloaded, the last good ones stay in force: {error}"
+            );
+            progress.last_error = Some(error.clone());
+            progress.reload_failures += 1;
+            self.changed();
+        }
+        progress.refused = hash;
+        error
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|count| *count += 1);
+    }
+
+    /// Sees a new number after each swap and each new error.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    pub(crate) fn dir(&self) -> Option<&Path> {
+        self.options.dir.as_deref()
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        // A panic while loading left the set in force untouched.
+        self.progress
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// The first set: the directory's, else the last good one of an earlier run.
+fn first(
+    options: &PolicyOptions,
+    ledger: &Arc<Ledger>,
+    built_in: &Arc<PolicySet>,
+) -> Result<(PolicySet, Option<PolicyError>), PolicyError> {
+    let load = |bundle, source| {
+        PolicySet::load(
+            bundle,
+            1,
+            source,
+            Arc::clone(ledger),
+            Some(Arc::clone(built_in)),
+        )
+    };
+    let Some(dir) = &options.dir else {
+        return load(Bundle::built_in(), Source::BuiltIn).map(|set| (set, None));
+    };
+    let error =
+        match Bundle::gather(dir).and_then(|bundle| load(bundle, Source::Directory(dir.clone()))) {
+            Ok(set) => {
+                keep(options.state.as_deref(), &set);
+                return Ok((set, None));
+            }
+            Err(error) => error,
+        };
+    let last_good = options.state.as_deref().and_then(|state| {
+        let bundle = store::load(state, dir)?;
+        load(bundle, Source::LastGood(store::path(state))).ok()
+    });
+    match last_good {
+        Some(set) => {
+            let text = error.text.as_deref().unwrap_or_default();
+            tracing::error!(
+                text,
+                "the policy directory is broken, the last good policies are in force: {error}"
+            );
+            Ok((set, Some(error)))
+        }
+        None => Err(error),
+    }
+}
+
+/// Keeps a good set for the next start. Not being able to is no reason to refuse it.
+fn keep(state: Option<&Path>, set: &PolicySet) {
+    if let Some(state) = state
+        && let Err(e) = store::save(state, &set.bundle)
+    {
+        tracing::warn!(path = %store::path(state).display(), "can't keep the last good policies for the next start: {e}");
+    }
+}

@@ -1,0 +1,226 @@
+//! One thread's VM for one policy set: its functions, found once, and its input rows, kept.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use mlua::{Function, IntoLuaMulti, MultiValue, Table, Value};
+
+use crate::budget::{LOAD_MAX, Limit};
+use crate::error::{ErrorKind, Fault};
+use crate::hooks::Hook;
+use crate::rows::{ReplicaRows, Row, Shape};
+use crate::sandbox::{Program, Sandbox, fault, freeze};
+use crate::views::{ReplicaView, View};
+
+/// VMs that a thread keeps: the current generation's, and one more for requests that began under the previous one.
+const THREAD_VMS_MAX: usize = 2;
+
+thread_local! {
+    /// This thread's VMs with the ids of their policy sets, the last used one at the end.
+    static VMS: RefCell<Vec<(u64, Vm)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs `work` in this thread's VM for the set, which is built when there is none. A VM that ran out of memory, or
+/// holds too much, is dropped afterwards: the next call gets a new one.
+pub(crate) fn with_vm<R>(
+    set: u64,
+    program: &Arc<Program>,
+    work: impl FnOnce(&mut Vm) -> Result<R, Fault>,
+) -> Result<R, Fault> {
+    VMS.with_borrow_mut(|vms| {
+        match vms.iter().position(|(id, _)| *id == set) {
+            Some(at) if at + 1 == vms.len() => {}
+            Some(at) => {
+                let vm = vms.remove(at);
+                vms.push(vm);
+            }
+            None => {
+                let vm = Vm::new(Arc::clone(program))?;
+                if vms.len() == THREAD_VMS_MAX {
+                    vms.remove(0);
+                }
+                vms.push((set, vm));
+            }
+        }
+        let Some((_, vm)) = vms.last_mut() else {
+            return Err(Fault::new(ErrorKind::Error, "there is no VM"));
+        };
+        let result = work(vm);
+        if matches!(&result, Err(fault) if fault.kind == ErrorKind::Memory)
+            || vm.sandbox.is_bloated()
+        {
+            vms.pop();
+        }
+        result
+    })
+}
+
+/// A VM and what is kept in it.
+pub(crate) struct Vm {
+    sandbox: Sandbox,
+    /// What the files returned, by key.
+    modules: HashMap<String, Table>,
+    /// Functions of the policy files, by hook.
+    functions: [Option<Function>; Hook::ALL.len()],
+    /// Functions of engine plugins, by engine and hook.
+    engine_functions: HashMap<(String, Hook), Function>,
+    inputs: Inputs,
+}
+
+/// The tables that hooks get.
+pub(crate) struct Inputs {
+    pub(crate) request: Input,
+    pub(crate) tenant: Input,
+    pub(crate) usage: Input,
+    pub(crate) pool: Input,
+    pub(crate) job: Input,
+    pub(crate) node: Input,
+    pub(crate) candidate: Input,
+    pub(crate) profile: Input,
+    pub(crate) model: Input,
+    pub(crate) shard: Input,
+    replicas: ReplicaRows,
+}
+
+/// One input of a kind of which a call gets one. Made at its first use: most VMs see few kinds.
+#[derive(Default)]
+pub(crate) struct Input(Option<(Shape, Row)>);
+
+impl Input {
+    /// The input's table, up to date.
+    pub(crate) fn table<V: View>(&mut self, sandbox: &Sandbox, view: &V) -> Result<Table, Fault> {
+        self.refresh(sandbox, view).map_err(|e| fault(&e))
+    }
+
+    fn refresh<V: View>(&mut self, sandbox: &Sandbox, view: &V) -> mlua::Result<Table> {
+        if self.0.is_none() {
+            let shape = Shape::of::<V>(sandbox)?;
+            let row = shape.row(&sandbox.lua)?;
+            self.0 = Some((shape, row));
+        }
+        match &mut self.0 {
+            Some((shape, row)) => row.refresh(&sandbox.lua, shape, view).cloned(),
+            None => sandbox.lua.create_table(),
+        }
+    }
+}
+
+impl Vm {
+    pub(crate) fn new(program: Arc<Program>) -> Result<Vm, Fault> {
+        let sandbox = Sandbox::new(program)?;
+        let inputs = Inputs::new(&sandbox).map_err(|e| fault(&e))?;
+        Ok(Vm {
+            sandbox,
+            modules: HashMap::new(),
+            functions: [const { None }; Hook::ALL.len()],
+            engine_functions: HashMap::new(),
+            inputs,
+        })
+    }
+
+    /// The table that a file returned; runs it at its first use.
+    pub(crate) fn module(&mut self, key: &str) -> Result<&Table, Fault> {
+        if !self.modules.contains_key(key) {
+            let value = self.sandbox.run_module(key, Limit::Clock(LOAD_MAX))?;
+            freeze(&value);
+            let Value::Table(table) = value else {
+                let message = format!(
+                    "must return a table with `api = 1`, it returned a {}",
+                    crate::sandbox::type_name(&value)
+                );
+                return Err(Fault::new(ErrorKind::Error, message));
+            };
+            self.modules.insert(key.to_owned(), table);
+        }
+        self.modules
+            .get(key)
+            .ok_or_else(|| Fault::new(ErrorKind::Error, "the module is gone"))
+    }
+
+    /// Calls a hook of a policy file with whatever `args` makes of the inputs.
+    pub(crate) fn call<A: IntoLuaMulti>(
+        &mut self,
+        hook: Hook,
+        limit: Limit,
+        seed: u64,
+        args: impl FnOnce(&mut Inputs, &Sandbox) -> Result<A, Fault>,
+    ) -> Result<MultiValue, Fault> {
+        self.find(hook)?;
+        let args = args(&mut self.inputs, &self.sandbox)?;
+        let Some(function) = &self.functions[hook as usize] else {
+            return Err(Fault::new(ErrorKind::Error, "the function is gone"));
+        };
+        self.sandbox.call_multi(function, args, limit, seed)
+    }
+
+    /// Looks a policy file's function up once.
+    fn find(&mut self, hook: Hook) -> Result<(), Fault> {
+        if self.functions[hook as usize].is_none() {
+            let key = hook.file().unwrap_or_default();
+            let function: Value = self
+                .module(&key)?
+                .raw_get(hook.function())
+                .map_err(|e| fault(&e))?;
+            let Value::Function(function) = function else {
+                return Err(Fault::new(
+                    ErrorKind::Error,
+                    format!("{} is no function", hook.name()),
+                ));
+            };
+            self.functions[hook as usize] = Some(function);
+        }
+        Ok(())
+    }
+
+    /// Calls a function of an engine plugin.
+    pub(crate) fn call_engine<A: IntoLuaMulti>(
+        &mut self,
+        engine: &str,
+        hook: Hook,
+        limit: Limit,
+        args: impl FnOnce(&mut Inputs, &Sandbox) -> Result<A, Fault>,
+    ) -> Result<Value, Fault> {
+        let at = (engine.to_owned(), hook);
+        if !self.engine_functions.contains_key(&at) {
+            let module = self.module(&format!("engines/{engine}.lua"))?;
+            let function: Function = module.raw_get(hook.function()).map_err(|e| fault(&e))?;
+            self.engine_functions.insert(at.clone(), function);
+        }
+        let args = args(&mut self.inputs, &self.sandbox)?;
+        let Some(function) = self.engine_functions.get(&at) else {
+            return Err(Fault::new(ErrorKind::Error, "the function is gone"));
+        };
+        self.sandbox.call(function, args, limit, 0)
+    }
+}
+
+impl Inputs {
+    fn new(sandbox: &Sandbox) -> mlua::Result<Inputs> {
+        Ok(Inputs {
+            request: Input::default(),
+            tenant: Input::default(),
+            usage: Input::default(),
+            pool: Input::default(),
+            job: Input::default(),
+            node: Input::default(),
+            candidate: Input::default(),
+            profile: Input::default(),
+            model: Input::default(),
+            shard: Input::default(),
+            replicas: ReplicaRows::new(sandbox)?,
+        })
+    }
+
+    /// The list of candidates, up to date.
+    pub(crate) fn replicas(
+        &mut self,
+        sandbox: &Sandbox,
+        views: &[ReplicaView<'_>],
+    ) -> Result<Table, Fault> {
+        self.replicas
+            .refresh(&sandbox.lua, views)
+            .cloned()
+            .map_err(|e| fault(&e))
+    }
+}
