@@ -1,0 +1,194 @@
+//! Which process a number means: a pid is used again, a pid with its start time and boot is not.
+//!
+//! What `/proc/PID/stat` looks like was recorded on Linux 6.1; see `tests/recordings/proc`.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::Path;
+
+/// `/proc/PID/stat` is one line of 52 fields and a name of at most 64 bytes.
+const STAT_MAX_BYTES: usize = 4 * 1024;
+
+/// A process for certain: one number at one time since one boot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProcessId {
+    pub pid: u32,
+    /// Clock ticks after boot.
+    pub start_ticks: u64,
+    /// `/proc/sys/kernel/random/boot_id`: after a reboot the ticks begin again.
+    pub boot_id: String,
+}
+
+/// What the kernel says of a process right now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stat {
+    /// `R` running, `S` sleeping, `D` waiting in the kernel, `Z` zombie, …
+    pub state: char,
+    pub parent: u32,
+    pub group: u32,
+    pub session: u32,
+    /// Clock ticks after boot.
+    pub start_ticks: u64,
+}
+
+/// A stat line that is none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StatError {
+    pub field: &'static str,
+}
+
+impl fmt::Display for StatError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "no `{}` in the stat line", self.field)
+    }
+}
+
+impl std::error::Error for StatError {}
+
+impl ProcessId {
+    /// Reads who `pid` is now, below a proc directory (`/proc`). `None`: nobody alive.
+    pub fn read(proc: &Path, pid: u32) -> io::Result<Option<ProcessId>> {
+        let Some(stat) = read_stat(proc, pid)? else {
+            return Ok(None);
+        };
+        if !stat.is_alive() {
+            return Ok(None);
+        }
+        let boot_id = fs::read_to_string(proc.join("sys/kernel/random/boot_id"))?;
+        Ok(Some(ProcessId {
+            pid,
+            start_ticks: stat.start_ticks,
+            boot_id: boot_id.trim().to_string(),
+        }))
+    }
+
+    /// Whether this very process still lives. A zombie is dead, and a pid that another process got is not it.
+    pub fn is_alive(&self, proc: &Path) -> io::Result<bool> {
+        Ok(ProcessId::read(proc, self.pid)?.as_ref() == Some(self))
+    }
+}
+
+impl Stat {
+    /// Reads a stat line. The name may hold spaces and parentheses, so the fields begin after the last one.
+    pub fn parse(line: &str) -> Result<Stat, StatError> {
+        let (_, fields) = line.rsplit_once(')').ok_or(StatError { field: "comm" })?;
+        let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
+        Ok(Stat {
+            state: fields
+                .first()
+                .and_then(|state| state.chars().next())
+                .ok_or(StatError { field: "state" })?,
+            parent: number(&fields, 1, "ppid")?,
+            group: number(&fields, 2, "pgrp")?,
+            session: number(&fields, 3, "session")?,
+            start_ticks: number(&fields, 19, "starttime")?,
+        })
+    }
+
+    /// A zombie has ended, and so has `X`: nothing of it runs any more.
+    pub fn is_alive(&self) -> bool {
+        !matches!(self.state, 'Z' | 'X' | 'x')
+    }
+}
+
+/// The stat of `pid`; `None` where there is no such process.
+pub fn read_stat(proc: &Path, pid: u32) -> io::Result<Option<Stat>> {
+    let bytes = match fs::read(proc.join(pid.to_string()).join("stat")) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        // It ended between opening and reading.
+        Err(error) if error.raw_os_error() == Some(ESRCH) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let line = String::from_utf8_lossy(&bytes[..bytes.len().min(STAT_MAX_BYTES)]);
+    Stat::parse(&line).map(Some).map_err(io::Error::other)
+}
+
+/// "No such process", on every Linux.
+const ESRCH: i32 = 3;
+
+fn number<T: std::str::FromStr>(
+    fields: &[&str],
+    index: usize,
+    field: &'static str,
+) -> Result<T, StatError> {
+    fields
+        .get(index)
+        .and_then(|text| text.parse().ok())
+        .ok_or(StatError { field })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recorded(name: &str) -> Stat {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../tests/recordings/proc")
+            .join(name);
+        Stat::parse(&fs::read_to_string(path).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_name_with_parentheses_and_a_state_in_it_hides_nothing() {
+        let stat = recorded("comm-with-parens-and-state.stat");
+        assert_eq!((stat.state, stat.is_alive()), ('Z', false));
+    }
+
+    #[test]
+    fn zombies_and_the_dead_are_dead_and_a_process_stuck_in_the_kernel_lives() {
+        for (name, alive) in [
+            ("dead-x.stat", false),
+            ("nvidia-smi-dstate.stat", true),
+            ("vllm-api.stat", true),
+            ("comm-empty.stat", true),
+            ("comm-with-spaces.stat", true),
+        ] {
+            assert_eq!(recorded(name).is_alive(), alive, "{name}");
+        }
+    }
+
+    #[test]
+    fn an_orphaned_engine_core_belongs_to_init_and_keeps_its_session() {
+        let stat = recorded("vllm-enginecore-orphan.stat");
+        assert_eq!(stat.parent, 1);
+        assert_ne!(stat.session, 1);
+    }
+
+    #[test]
+    fn a_line_that_is_cut_off_names_the_field_that_is_missing() {
+        for (line, field) in [
+            ("", "comm"),
+            ("1 (x)", "state"),
+            ("1 (x) S", "ppid"),
+            ("1 (x) S 1 2 3 0 -1", "starttime"),
+        ] {
+            assert_eq!(Stat::parse(line), Err(StatError { field }), "{line}");
+        }
+    }
+
+    #[test]
+    fn this_process_is_itself_and_none_that_started_at_another_time() {
+        let proc = Path::new("/proc");
+        let me = ProcessId::read(proc, std::process::id()).unwrap().unwrap();
+        assert!(me.is_alive(proc).unwrap());
+        let recycled = ProcessId {
+            start_ticks: me.start_ticks + 1,
+            ..me
+        };
+        assert!(!recycled.is_alive(proc).unwrap());
+    }
+
+    #[test]
+    fn a_child_that_was_not_reaped_yet_is_dead() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        // `wait` would reap it, so its state is read instead.
+        while read_stat(Path::new("/proc"), pid).unwrap().unwrap().state != 'Z' {
+            std::thread::yield_now();
+        }
+        assert_eq!(ProcessId::read(Path::new("/proc"), pid).unwrap(), None);
+        child.wait().unwrap();
+    }
+}
