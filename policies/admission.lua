@@ -4,6 +4,7 @@
 -- service of the last 10 s goes before all others, so that nobody starves. What protects tenants from each
 -- other (authentication, caps, which bands a tenant may use) is not decided here and can't be.
 
+---@type llmgw.admission
 local M = { api = 1 }
 
 -- priority: higher goes first. floor: guaranteed share of service, 0..0.5 (all together at most 0.8).

@@ -3,6 +3,7 @@
 -- Inside a band, tenants take turns by cost: the one that has been given the least for its weight goes next. Cost is
 -- charged while tokens stream; a refused request costs nothing and a cancelled one what it used.
 
+---@type llmgw.fairness
 local M = { api = 1 }
 
 -- Called every second for each model: the cost of one prompt token, of one found in the cache, and of one

@@ -4,6 +4,7 @@
 -- before anything here is asked; this file can refuse more, and orders what is left.
 -- `llmgw ctl explain MODEL` shows each refusal and each part of the score.
 
+---@type llmgw.placement
 local M = { api = 1 }
 
 -- May this job run on this node? Return true, or false with a code (a-z and _) and a text for people.

@@ -15,6 +15,7 @@
 -- except that the replica which holds the longest known prefix of the prompt wins, when that prefix is at
 -- least affinity_min of the prompt and its score is at most affinity_penalty_ms worse than the best one.
 
+---@type llmgw.routing
 local M = { api = 1 }
 
 local KNOBS = {

@@ -94,7 +94,12 @@ fn no_crate_but_the_agent_starts_a_process() {
                 continue;
             }
             let code = code_of(&file);
-            for way in ["process::Command", "Command::new", "libc::fork", "libc::exec"] {
+            for way in [
+                "process::Command",
+                "Command::new",
+                "libc::fork",
+                "libc::exec",
+            ] {
                 assert!(!code.contains(way), "{} has `{way}`", file.display());
             }
         }

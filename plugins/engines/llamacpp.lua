@@ -1,4 +1,5 @@
 -- llama.cpp's llama-server. Facts are from build 11434 (2026-11) unless another one is named.
+---@type llmgw.engine
 local M = { api = 1, name = "llamacpp", needs_gpu = false, multi_node = false, tensor_parallel = false,
             executables = { "llama-server" } }
 

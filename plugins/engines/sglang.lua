@@ -1,4 +1,5 @@
 -- SGLang. Facts are from 0.5.23 (2026-11) unless another version is named.
+---@type llmgw.engine
 local M = { api = 1, name = "sglang", needs_gpu = true, multi_node = true, tensor_parallel = true,
             executables = { "sglang" } }
 

@@ -1,4 +1,5 @@
 -- vLLM. Facts are from 0.32 and 0.33 (2026-11) unless another version is named.
+---@type llmgw.engine
 local M = { api = 1, name = "vllm", needs_gpu = true, multi_node = true, tensor_parallel = true,
             executables = { "vllm", "ray" } }
 

@@ -96,6 +96,11 @@ impl Budget {
         self.exceeded.get()
     }
 
+    /// Interrupts of the call so far.
+    pub(crate) fn used(&self) -> u64 {
+        self.used.get()
+    }
+
     /// One interrupt. False when the call must end.
     fn step(&self) -> bool {
         let used = self.used.get() + 1;

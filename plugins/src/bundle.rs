@@ -15,6 +15,8 @@ pub const FILE_MAX_BYTES: u64 = 256 * 1024;
 pub const FILES_MAX: usize = 256;
 /// And this much of them together.
 pub const BUNDLE_MAX_BYTES: u64 = 4 * 1024 * 1024;
+/// Luau cuts longer names in its messages, and then the line couldn't be found again.
+const LABEL_MAX_BYTES: usize = 200;
 /// How often a directory is listed again because a file went away between listing and reading.
 const GATHER_TRIES_MAX: usize = 5;
 /// Names of the files directly in the directory.
@@ -143,11 +145,17 @@ fn gather_once(dir: &Path) -> Result<BTreeMap<String, SourceFile>, Gather> {
                 reason,
             )));
         }
+        let path = path.display().to_string();
+        let label = if path.len() > LABEL_MAX_BYTES {
+            key.clone()
+        } else {
+            path
+        };
         files.insert(
             key,
             SourceFile {
                 text,
-                label: path.display().to_string(),
+                label,
                 built_in: false,
             },
         );

@@ -9,7 +9,7 @@ use crate::calls::{
 use crate::engine::EnginePlugin;
 use crate::error::Fault;
 use crate::hooks::{BandSpec, Hook};
-use crate::launch::{ModelView, ProfileView, ShardView, commands, validate};
+use crate::launch::{EngineCommand, ModelView, ProfileView, ShardView, commands, validate};
 use crate::placement::{CandidateView, JobView, NodeView, filter, score};
 use crate::returns::{self, Clamped};
 use crate::samples::Samples;
@@ -22,34 +22,9 @@ pub(crate) fn examine(
     vm: &mut Vm,
     defined: &[bool; Hook::ALL.len()],
 ) -> Result<Vec<BandSpec>, (Hook, Fault)> {
-    let queues = [
-        BandQueue {
-            name: "interactive",
-            queued: 1,
-            oldest_ms: Some(20.0),
-        },
-        BandQueue {
-            name: "standard",
-            queued: 0,
-            oldest_ms: None,
-        },
-    ];
-    let (pool, request, tenant, replicas) = (
-        example_pool(&queues),
-        example_request(),
-        example_tenant(),
-        example_replicas(),
-    );
-    let usage = UsageView {
-        cost_1m: 1000.0,
-        share_1m: 0.5,
-        queued: 0,
-        inflight: 1,
-        wait_p90_ms: Some(10.0),
-    };
     let bands = strict(
         Hook::Bands,
-        pool_call(vm, Hook::Bands, &pool).and_then(|value| returns::bands(&value)),
+        pool_call(vm, Hook::Bands, &example_pool()).and_then(|value| returns::bands(&value)),
     );
     // A file without `bands` has the embedded ones.
     let bands = if defined[Hook::Bands as usize] || bands.is_ok() {
@@ -58,44 +33,57 @@ pub(crate) fn examine(
         native_bands()
     };
     for hook in Hook::ALL.into_iter().filter(|hook| defined[*hook as usize]) {
-        let clamped = match hook {
-            Hook::Weights => pool_call(vm, hook, &pool)
-                .and_then(|value| returns::weights(&value))
-                .map(|(_, faults)| faults),
-            Hook::Gate => pool_call(vm, hook, &pool)
-                .and_then(|value| returns::gate(&value))
-                .map(|(_, faults)| faults),
-            Hook::Prices => prices(vm, "model")
-                .and_then(|value| returns::prices(&value))
-                .map(|(_, faults)| faults),
-            Hook::Weight => weight(vm, &tenant, &usage).map(|(_, faults)| faults),
-            Hook::Classify => classify(vm, &request, &tenant, &bands).map(|(_, faults)| faults),
-            Hook::Reject => reject(vm, &request, "queue_full")
-                .map(|refusal| refusal.map(|(_, faults)| faults).unwrap_or_default()),
-            Hook::Key => key(vm, &request, &tenant).map(|_| Vec::new()),
-            Hook::Rank => rank(vm, &request, &replicas).map(|_| Vec::new()),
-            Hook::PlacementFilter => filter(
-                vm,
-                Limit::Clock(TICK_MAX),
-                &example_job(),
-                &example_node(&DOMAINS),
-            )
-            .map(|_| Vec::new()),
-            Hook::PlacementScore => {
-                let nodes = ["node-1".to_owned()];
-                score(
-                    vm,
-                    Limit::Clock(TICK_MAX),
-                    &example_job(),
-                    &example_candidate(&nodes),
-                )
-                .map(|(_, faults)| faults)
-            }
-            _ => continue,
-        };
-        strict(hook, clamped.map(|faults| ((), faults)))?;
+        if let Some(faults) = call(vm, hook, &bands, 0) {
+            strict(hook, faults.map(|faults| ((), faults)))?;
+        }
     }
     Ok(bands)
+}
+
+/// One call of a policy file's hook on an example; each round has a request of its own. `None` for engines' hooks and
+/// for `bands`. The faults are what was clamped.
+pub(crate) fn call(
+    vm: &mut Vm,
+    hook: Hook,
+    bands: &[BandSpec],
+    round: u64,
+) -> Option<Result<Vec<Fault>, Fault>> {
+    let session = format!("session-{round}");
+    let request = RequestView {
+        session: Some(&session),
+        input_tokens: 300 + round,
+        ..example_request()
+    };
+    let (pool, tenant, nodes) = (example_pool(), example_tenant(), ["node-1".to_owned()]);
+    let decision = Limit::Clock(TICK_MAX);
+    let faults = match hook {
+        Hook::Weights => {
+            faults(pool_call(vm, hook, &pool).and_then(|value| returns::weights(&value)))
+        }
+        Hook::Gate => faults(pool_call(vm, hook, &pool).and_then(|value| returns::gate(&value))),
+        Hook::Prices => faults(prices(vm, "model").and_then(|value| returns::prices(&value))),
+        Hook::Weight => faults(weight(vm, &tenant, &example_usage())),
+        Hook::Classify => faults(classify(vm, &request, &tenant, bands)),
+        Hook::Reject => reject(vm, &request, "queue_full")
+            .map(|refusal| refusal.map(|(_, faults)| faults).unwrap_or_default()),
+        Hook::Key => key(vm, &request, &tenant).map(|_| Vec::new()),
+        Hook::Rank => rank(vm, &request, &example_replicas()).map(|_| Vec::new()),
+        Hook::PlacementFilter => {
+            filter(vm, decision, &example_job(), &example_node(&DOMAINS)).map(|_| Vec::new())
+        }
+        Hook::PlacementScore => faults(score(
+            vm,
+            decision,
+            &example_job(),
+            &example_candidate(&nodes),
+        )),
+        _ => return None,
+    };
+    Some(faults)
+}
+
+fn faults<T>(result: Result<Clamped<T>, Fault>) -> Result<Vec<Fault>, Fault> {
+    result.map(|(_, faults)| faults)
 }
 
 /// The same for an engine's functions.
@@ -112,20 +100,37 @@ pub(crate) fn examine_engine(vm: &mut Vm, plugin: &EnginePlugin) -> Result<(), (
             .map_err(|fault| (Hook::EngineClassifyError, fault))?;
     }
     if plugin.validates {
-        let profile = example_profile(&plugin.name, &args, &env);
-        let model = ModelView {
-            name: "example",
-            source: Some("org/example"),
-            replicas: 1,
-        };
-        validate(vm, &plugin.name, &profile, &model)
-            .map_err(|fault| (Hook::EngineValidate, fault))?;
+        complaints(vm, plugin, &args).map_err(|fault| (Hook::EngineValidate, fault))?;
     }
     if plugin.starts {
         let shard = example_shard(&plugin.name, &args, &env);
         commands(vm, plugin, &shard).map_err(|fault| (Hook::EngineCommands, fault))?;
     }
     Ok(())
+}
+
+/// What an engine has against an example profile with these arguments.
+pub(crate) fn complaints(
+    vm: &mut Vm,
+    plugin: &EnginePlugin,
+    args: &[String],
+) -> Result<Vec<String>, Fault> {
+    let env = [("NAME".to_owned(), "value".to_owned())];
+    let profile = example_profile(&plugin.name, args, &env);
+    let model = ModelView {
+        name: "example",
+        source: Some("org/example"),
+        replicas: 1,
+    };
+    validate(vm, &plugin.name, &profile, &model)
+}
+
+/// The commands of an example shard without arguments of its own.
+pub(crate) fn example_commands(
+    vm: &mut Vm,
+    plugin: &EnginePlugin,
+) -> Result<Vec<EngineCommand>, Fault> {
+    commands(vm, plugin, &example_shard(&plugin.name, &[], &[]))
 }
 
 fn strict<T>(hook: Hook, result: Result<Clamped<T>, Fault>) -> Result<T, (Hook, Fault)> {
@@ -155,7 +160,30 @@ fn native_bands() -> Vec<BandSpec> {
     ]
 }
 
-fn example_pool<'a>(bands: &'a [BandQueue<'a>]) -> PoolView<'a> {
+const QUEUES: [BandQueue<'static>; 2] = [
+    BandQueue {
+        name: "interactive",
+        queued: 1,
+        oldest_ms: Some(20.0),
+    },
+    BandQueue {
+        name: "standard",
+        queued: 0,
+        oldest_ms: None,
+    },
+];
+
+fn example_usage() -> UsageView {
+    UsageView {
+        cost_1m: 1000.0,
+        share_1m: 0.5,
+        queued: 0,
+        inflight: 1,
+        wait_p90_ms: Some(10.0),
+    }
+}
+
+fn example_pool() -> PoolView<'static> {
     PoolView {
         model: "example",
         now_ms: 1.8e12,
@@ -170,7 +198,7 @@ fn example_pool<'a>(bands: &'a [BandQueue<'a>]) -> PoolView<'a> {
         ttft_p90_ms: Some(400.0),
         arrivals_s: 3.0,
         rejected_s: 0.0,
-        bands,
+        bands: &QUEUES,
     }
 }
 

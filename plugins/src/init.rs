@@ -1,4 +1,4 @@
-//! `llmgw policy init`: writes the embedded policies out, to be edited.
+//! `llmgw policy init`: writes the embedded policies out, to be edited, and what editors need to help with that.
 
 use std::fs::{self, OpenOptions};
 use std::io::{ErrorKind as IoKind, Write};
@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use crate::bundle::BUILT_IN;
 use crate::error::PolicyError;
 
-/// Writes every embedded file that `dir` doesn't have yet and returns the paths written. Never overwrites one.
+/// Writes every embedded policy and every stub that `dir` doesn't have yet and returns the paths written. Never overwrites one.
 pub fn init_dir(dir: &Path) -> Result<Vec<PathBuf>, PolicyError> {
     let mut written = Vec::new();
-    for (key, text) in BUILT_IN {
+    let policies = BUILT_IN.map(|(key, text)| (key, text.to_owned()));
+    for (key, text) in policies.into_iter().chain(crate::stubs::files()) {
         let path = dir.join(key);
         let failed = |e: std::io::Error| {
             PolicyError::in_file(path.display().to_string(), format!("can't be written: {e}"))

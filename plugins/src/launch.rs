@@ -11,7 +11,7 @@ use crate::error::{ErrorKind, Fault, did_you_mean};
 use crate::hooks::Hook;
 use crate::sandbox::{cut, fault};
 use crate::set::PolicySet;
-use crate::views::{Field, IntoField, View, view};
+use crate::views::{Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::vm::Vm;
 
 view! {

@@ -171,7 +171,7 @@ fn refused_hook(bundle: &Bundle, key: &str, hook: Hook, fault: &Fault) -> Policy
 }
 
 /// An error about a word in a file: the first line that has it, comments left out.
-fn at_word(bundle: &Bundle, key: &str, word: &str, reason: String) -> PolicyError {
+pub(crate) fn at_word(bundle: &Bundle, key: &str, word: &str, reason: String) -> PolicyError {
     let Some(file) = bundle.files.get(key) else {
         return PolicyError::in_file(key, reason);
     };

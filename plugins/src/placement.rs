@@ -12,7 +12,7 @@ use crate::error::{ErrorKind, Fault};
 use crate::hooks::Hook;
 use crate::returns::{self, Clamped};
 use crate::set::PolicySet;
-use crate::views::{Domain, Field, IntoField, View, view};
+use crate::views::{Domain, Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::vm::Vm;
 
 view! {

@@ -43,6 +43,8 @@ table.sort = function(t, ...)
   return sort(t, ...)
 end
 
+local collect = collectgarbage
+
 -- Chance comes from llmgw.rand(), which can be reproduced.
 math.random, math.randomseed = nil, nil
 
@@ -82,8 +84,13 @@ globals.llmgw = {
   end,
 }
 
+-- Bytes of all live objects: the allocator hands out pages, so it can't tell.
+local function heap_bytes()
+  return collect("count") * 1024
+end
+
 -- The metatable of an input: a field that is known and nil is unknown, any other one is a mistake.
-return function(noun, fields)
+local function input_metatable(noun, fields)
   local known = {}
   for _, name in fields do
     known[name] = true
@@ -101,3 +108,5 @@ return function(noun, fields)
     __metatable = false,
   }
 end
+
+return input_metatable, heap_bytes

@@ -34,7 +34,9 @@ pub struct Policies {
     current: ArcSwap<PolicySet>,
     built_in: Arc<PolicySet>,
     ledger: Arc<Ledger>,
-    /// Held while a set is loaded: reloads happen one after the other.
+    /// Held while a set is loaded, so that reloads happen one after the other.
+    loading: Mutex<()>,
+    /// Held for moments only: what is in force can be asked for while a set is loaded.
     progress: Mutex<Progress>,
     /// Counts what a person would want to look at again: swaps, and new errors.
     changes: watch::Sender<u64>,
@@ -114,6 +116,7 @@ impl Policies {
             current: ArcSwap::new(set),
             built_in,
             ledger,
+            loading: Mutex::new(()),
             progress: Mutex::new(progress),
             changes: watch::Sender::new(0),
         }))
@@ -127,60 +130,75 @@ impl Policies {
     /// Reads everything again. A set that differs, loads and passes its check is swapped in; else the one in force stays
     /// and the reason is recorded. Blocks for some ten ms: not for a serving thread.
     pub fn reload(&self) -> Result<Arc<PolicySet>, PolicyError> {
-        let mut progress = self.progress();
-        let Some(dir) = self.options.dir.as_deref().filter(|_| !progress.pinned) else {
+        // A panic while loading left the set in force untouched.
+        let _loading = self
+            .loading
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let Some(dir) = self
+            .options
+            .dir
+            .as_deref()
+            .filter(|_| !self.progress().pinned)
+        else {
             return Ok(self.current());
         };
-        let bundle = Bundle::gather(dir);
-        match bundle {
-            Ok(bundle) => self.stage(&mut progress, dir, bundle),
-            Err(error) => Err(self.record(&mut progress, None, error)),
+        match Bundle::gather(dir) {
+            Ok(bundle) => self.stage(dir, bundle),
+            Err(error) => Err(self.record(None, error)),
         }
     }
 
-    fn stage(
-        &self,
-        progress: &mut Progress,
-        dir: &Path,
-        bundle: Bundle,
-    ) -> Result<Arc<PolicySet>, PolicyError> {
-        let current = self.current();
+    fn stage(&self, dir: &Path, bundle: Bundle) -> Result<Arc<PolicySet>, PolicyError> {
+        let (hash, current) = (bundle.hash, self.current());
         let from_directory = Source::Directory(dir.to_path_buf());
-        if current.bundle.hash == bundle.hash && current.source == from_directory {
-            // Also after a mistake was taken back: then nothing is wrong any more.
-            progress.last_error = None;
-            progress.refused = None;
+        if current.bundle.hash == hash && current.source == from_directory {
+            self.nothing_wrong();
             return Ok(current);
         }
-        let hash = bundle.hash;
-        if let (Some(error), true) = (&progress.last_error, progress.refused == Some(hash)) {
-            return Err(error.clone());
-        }
-        let generation = progress.generation + 1;
-        let loaded = PolicySet::load(
-            bundle,
-            generation,
-            from_directory,
-            Arc::clone(&self.ledger),
-            Some(Arc::clone(&self.built_in)),
-        );
-        match loaded {
-            Ok(set) => {
-                let set = Arc::new(set);
-                self.current.store(Arc::clone(&set));
-                progress.generation = generation;
-                progress.last_error = None;
-                progress.refused = None;
-                progress.history.push_back(Arc::clone(&set));
-                if progress.history.len() > HISTORY_MAX {
-                    progress.history.pop_front();
-                }
-                keep(self.options.state.as_deref(), &set);
-                self.changed();
-                tracing::info!(generation, dir = %dir.display(), "policies reloaded");
-                Ok(set)
+        let generation = {
+            let progress = self.progress();
+            if let (Some(error), true) = (&progress.last_error, progress.refused == Some(hash)) {
+                return Err(error.clone());
             }
-            Err(error) => Err(self.record(progress, Some(hash), error)),
+            progress.generation + 1
+        };
+        let (ledger, built_in) = (Arc::clone(&self.ledger), Arc::clone(&self.built_in));
+        let set = PolicySet::load(bundle, generation, from_directory, ledger, Some(built_in))
+            .map_err(|error| self.record(Some(hash), error))?;
+        let set = Arc::new(set);
+        if !self.swap(&set) {
+            return Ok(self.current());
+        }
+        keep(self.options.state.as_deref(), &set);
+        tracing::info!(generation, dir = %dir.display(), "policies reloaded");
+        Ok(set)
+    }
+
+    /// Puts a new set in force, unless a person has pinned another one meanwhile.
+    fn swap(&self, set: &Arc<PolicySet>) -> bool {
+        let mut progress = self.progress();
+        if progress.pinned {
+            return false;
+        }
+        self.current.store(Arc::clone(set));
+        progress.generation = set.generation;
+        progress.last_error = None;
+        progress.refused = None;
+        progress.history.push_back(Arc::clone(set));
+        if progress.history.len() > HISTORY_MAX {
+            progress.history.pop_front();
+        }
+        self.changed();
+        true
+    }
+
+    /// The directory is as the set in force, also after a mistake was taken back.
+    fn nothing_wrong(&self) {
+        let mut progress = self.progress();
+        progress.refused = None;
+        if progress.last_error.take().is_some() {
+            self.changed();
         }
     }
 
@@ -252,12 +270,8 @@ impl Policies {
         self.reload()
     }
 
-    fn record(
-        &self,
-        progress: &mut Progress,
-        hash: Option<[u8; 32]>,
-        error: PolicyError,
-    ) -> PolicyError {
+    fn record(&self, hash: Option<[u8; 32]>, error: PolicyError) -> PolicyError {
+        let mut progress = self.progress();
         if progress.last_error.as_ref() != Some(&error) {
             let text = error.text.as_deref().unwrap_or_default();
             tracing::error!(
@@ -286,7 +300,7 @@ impl Policies {
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
-        // A panic while loading left the set in force untouched.
+        // Plain data, written in one go.
         self.progress
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())

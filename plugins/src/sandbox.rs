@@ -46,6 +46,7 @@ pub(crate) struct Sandbox {
     context: Rc<Context>,
     /// Makes the metatable of an input from its noun and its fields.
     input_metatable: Function,
+    heap_bytes: Function,
 }
 
 /// What the VM's own functions need to know about the call that runs.
@@ -81,7 +82,7 @@ impl Sandbox {
             loaded: RefCell::new(HashMap::new()),
         });
         let natives = natives(&lua, &context)?;
-        let input_metatable = lua
+        let (input_metatable, heap_bytes): (Function, Function) = lua
             .load(include_str!("prelude.lua"))
             .set_name("=llmgw")
             .set_mode(ChunkMode::Text)
@@ -97,6 +98,7 @@ impl Sandbox {
             budget,
             context,
             input_metatable,
+            heap_bytes,
         })
     }
 
@@ -145,6 +147,18 @@ impl Sandbox {
             return Err(Fault::new(ErrorKind::Budget, message.unwrap_or(reason)));
         }
         result.map_err(|e| fault(&e))
+    }
+
+    /// Interrupts that the last call used.
+    pub(crate) fn interrupts(&self) -> u64 {
+        self.budget.used()
+    }
+
+    /// Bytes of all live objects and of garbage that is not collected yet.
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.heap_bytes
+            .call::<f64>(())
+            .map_or(0, |bytes| bytes as usize)
     }
 
     /// Too much garbage, or kept state, to trust the next call to this VM.

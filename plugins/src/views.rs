@@ -51,8 +51,55 @@ pub trait View {
     const NOUN: &'static str;
     /// The names, in the order that `visit` uses.
     const FIELDS: &'static [&'static str];
+    /// The same fields for people and editors.
+    const DOCS: &'static [FieldDoc];
     /// Hands over each field's position in `FIELDS` and value.
     fn visit<'v>(&'v self, each: &mut dyn FnMut(usize, Field<'v>));
+}
+
+/// What editors and the reference say about a field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FieldDoc {
+    /// Its name.
+    pub name: &'static str,
+    /// Its type, as LuaLS writes it.
+    pub lua: &'static str,
+    /// It is nil when unknown.
+    pub optional: bool,
+    /// Its documentation.
+    pub text: &'static str,
+}
+
+/// The Lua type of a Rust type.
+pub(crate) trait LuaType {
+    const LUA: &'static str;
+    const OPTIONAL: bool = false;
+}
+
+macro_rules! lua_types {
+    ($($kind:ty => $lua:literal),* $(,)?) => {$(
+        impl LuaType for $kind {
+            const LUA: &'static str = $lua;
+        }
+    )*};
+}
+lua_types! {
+    bool => "boolean",
+    u16 => "integer",
+    u32 => "integer",
+    u64 => "integer",
+    f64 => "number",
+    &str => "string",
+    &[(String, String)] => "table<string, string>",
+    &[BandQueue<'_>] => "table<string, llmgw.band_queue>",
+    &[String] => "string[]",
+    &[u16] => "integer[]",
+    &[Domain] => "llmgw.domain[]",
+}
+
+impl<T: LuaType> LuaType for Option<T> {
+    const LUA: &'static str = T::LUA;
+    const OPTIONAL: bool = true;
 }
 
 /// How a Rust type becomes a [`Field`].
@@ -118,20 +165,26 @@ macro_rules! view {
     (
         $(#[$about:meta])*
         $noun:literal $name:ident $(<$life:lifetime>)? {
-            $( $(#[$doc:meta])* $field:ident: $kind:ty, )*
+            $( $(#[doc = $doc:literal])* $field:ident: $kind:ty, )*
         }
         $( hidden { $( $(#[$hidden_doc:meta])* $hidden:ident: $hidden_kind:ty, )* } )?
     ) => {
         $(#[$about])*
         #[derive(Clone, Copy, Debug, Default, PartialEq)]
         pub struct $name$(<$life>)? {
-            $( $(#[$doc])* pub $field: $kind, )*
+            $( $(#[doc = $doc])* pub $field: $kind, )*
             $($( $(#[$hidden_doc])* pub $hidden: $hidden_kind, )*)?
         }
 
         impl$(<$life>)? View for $name$(<$life>)? {
             const NOUN: &'static str = $noun;
             const FIELDS: &'static [&'static str] = &[$(stringify!($field)),*];
+            const DOCS: &'static [FieldDoc] = &[$(FieldDoc {
+                name: stringify!($field),
+                lua: <$kind as LuaType>::LUA,
+                optional: <$kind as LuaType>::OPTIONAL,
+                text: concat!($($doc),*),
+            }),*];
             fn visit<'v>(&'v self, each: &mut dyn FnMut(usize, Field<'v>)) {
                 let mut position = 0;
                 $(

@@ -66,6 +66,16 @@ pub(crate) struct Vm {
     /// Functions of engine plugins, by engine and hook.
     engine_functions: HashMap<(String, Hook), Function>,
     inputs: Inputs,
+    /// Set while calls are measured, which costs time: what the last one took.
+    measured: Option<Cost>,
+}
+
+/// What one call took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Cost {
+    pub(crate) interrupts: u64,
+    /// Memory that it allocated, inputs left out.
+    pub(crate) bytes: usize,
 }
 
 /// The tables that hooks get.
@@ -116,7 +126,19 @@ impl Vm {
             functions: [const { None }; Hook::ALL.len()],
             engine_functions: HashMap::new(),
             inputs,
+            measured: None,
         })
+    }
+
+    /// From now on calls are measured. Nothing is freed meanwhile, so such a VM is for a few calls.
+    pub(crate) fn measure(&mut self) {
+        self.sandbox.lua.gc_stop();
+        self.measured = Some(Cost::default());
+    }
+
+    /// What the last call took, if calls are measured.
+    pub(crate) fn cost(&self) -> Cost {
+        self.measured.unwrap_or_default()
     }
 
     /// The table that a file returned; runs it at its first use.
@@ -151,7 +173,18 @@ impl Vm {
         let Some(function) = &self.functions[hook as usize] else {
             return Err(Fault::new(ErrorKind::Error, "the function is gone"));
         };
-        self.sandbox.call_multi(function, args, limit, seed)
+        let Some(cost) = &mut self.measured else {
+            return self.sandbox.call_multi(function, args, limit, seed);
+        };
+        // Converted beforehand, since what mlua allocates for that is not the script's.
+        let args = args
+            .into_lua_multi(&self.sandbox.lua)
+            .map_err(|e| fault(&e))?;
+        let before = self.sandbox.heap_bytes();
+        let result = self.sandbox.call_multi(function, args, limit, seed);
+        cost.interrupts = self.sandbox.interrupts();
+        cost.bytes = self.sandbox.heap_bytes().saturating_sub(before);
+        result
     }
 
     /// Looks a policy file's function up once.

@@ -96,6 +96,7 @@ impl Exchange {
         let now = Instant::now();
         self.first_byte_at = Some(now);
         self.permit.first_byte();
+        self.admitted.heard();
         if let Some(record) = &mut self.record {
             record.first_byte = Some(now.duration_since(record.started()));
         }
@@ -106,6 +107,7 @@ impl Exchange {
 
     pub fn event(&mut self) {
         self.events += 1;
+        self.admitted.heard();
     }
 
     pub fn usage(&mut self, found: Usage) {

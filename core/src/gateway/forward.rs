@@ -85,6 +85,13 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
             // Nobody is left to try: what went wrong before says more than that.
             Err(_) => return Err(verdict(troubles)),
         };
+        if !troubles.is_empty() {
+            if !job.gateway.retry_budget.withdraw(clock::now_ms()) {
+                let text = "no more retries: the gateway's retry budget is spent".to_string();
+                return Err(verdict_with(troubles, text));
+            }
+            job.pool.metrics.retried();
+        }
         let replica = chosen.admitted.replica.clone();
         match attempt(job, chosen, permit, tried.len() as u32).await {
             Ok(response) => return Ok(response),
@@ -103,11 +110,6 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
         if troubles.len() as u32 >= calls_max {
             return Err(verdict(troubles));
         }
-        if !job.gateway.retry_budget.withdraw(clock::now_ms()) {
-            let text = "no more retries: the gateway's retry budget is spent".to_string();
-            return Err(verdict_with(troubles, text));
-        }
-        job.pool.metrics.retried();
     }
 }
 
@@ -222,6 +224,7 @@ async fn attempt(
         false => job.config.limits.first_byte_timeout,
     };
     let sent_at = Instant::now();
+    admitted.sent(job.pool.replicas.len() > 1);
     let call = async {
         let request = || job.request(&replica, &outgoing);
         let response = replica.upstream.send(request).await?;

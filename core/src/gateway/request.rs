@@ -141,7 +141,14 @@ fn understand(parts: &Parts, bytes: Bytes, dialect: Dialect) -> Result<Understoo
     if !is_json {
         return Ok(Understood::opaque(bytes));
     }
-    let peek = peek::peek(&bytes).map_err(|error| Failure::InvalidJson(error.to_string()))?;
+    let peek = match peek::peek(&bytes) {
+        Ok(peek) => peek,
+        // Nobody said that it is JSON, so it need not be.
+        Err(_) if dialect == Dialect::Other && content_type.is_empty() => {
+            return Ok(Understood::opaque(bytes));
+        }
+        Err(error) => return Err(Failure::InvalidJson(error.to_string())),
+    };
     let mut facts = Facts::of(&peek);
     if let Some(session) = &mut facts.session {
         truncate(session, SESSION_MAX_BYTES);

@@ -1,7 +1,8 @@
 //! One engine as the gateway sees it: readiness, load, faults and speed, each from its own source.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::HeaderValue;
 use llmgw_plugins::Load;
@@ -18,6 +19,9 @@ use crate::config::Endpoint;
 use crate::flow::permit::Slots;
 use crate::random;
 use crate::upstream::Upstream;
+
+/// A client that leaves after this long, with nothing heard from the replica meanwhile, makes it suspect.
+const SILENCE_SUSPECT_AFTER: Duration = Duration::from_secs(5);
 
 /// What the engine's own probes say.
 #[derive(Debug, Clone, PartialEq)]
@@ -61,6 +65,8 @@ pub struct Replica {
     pub slots: Arc<Slots>,
     /// Its place in the pool's prefix index.
     pub prefix_slot: ReplicaSlot,
+    /// Events and answers that came from it, over all requests: one that stands still is silent.
+    heard: AtomicU64,
     /// Ends its probe and its scrape when it leaves the configuration; requests on it go on.
     pub retired: CancellationToken,
     /// Wakes requests that wait for any replica of the pool.
@@ -127,6 +133,7 @@ impl Replica {
             endpoint,
             names,
             prefix_slot,
+            heard: AtomicU64::new(0),
             retired: CancellationToken::new(),
             pool_changed,
             state: Mutex::new(State {
@@ -206,6 +213,7 @@ impl Replica {
             Admission::Closed { .. } | Admission::Trial { .. } => Some(Admitted {
                 replica: self.clone(),
                 admission,
+                waiting: None,
             }),
         }
     }
@@ -280,10 +288,20 @@ impl Replica {
     }
 }
 
-/// The breaker's leave for one request. Dropped without a word, a trial is free for the next request.
+/// The breaker's leave for one request. Dropped without a word, a trial is free for the next request; dropped
+/// after a long wait in which the replica said nothing to anybody, it counts as silence: clients have less
+/// patience than `first_byte_timeout`, and leave.
 pub struct Admitted {
     pub replica: Arc<Replica>,
     admission: Admission,
+    waiting: Option<Waiting>,
+}
+
+/// A request that was sent and has heard nothing.
+struct Waiting {
+    since: Instant,
+    /// What the replica's counter stood at.
+    heard: u64,
 }
 
 impl Admitted {
@@ -291,9 +309,25 @@ impl Admitted {
         matches!(self.admission, Admission::Trial { .. })
     }
 
+    /// The request goes out. Where there is no other replica, a client that leaves proves nothing: there is
+    /// nobody who would do better.
+    pub fn sent(&mut self, has_alternative: bool) {
+        self.waiting = has_alternative.then(|| Waiting {
+            since: Instant::now(),
+            heard: self.replica.heard.load(Ordering::Relaxed),
+        });
+    }
+
+    /// The replica said something.
+    pub fn heard(&mut self) {
+        self.waiting = None;
+        self.replica.heard.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// A trial succeeds at its first byte, any other request at its end.
     pub fn succeeded(&mut self) {
         let trial = self.is_trial();
+        self.waiting = None;
         self.admission = self.replica.state().breaker.success(self.admission);
         if trial {
             self.replica.pool_changed.notify_waiters();
@@ -302,6 +336,7 @@ impl Admitted {
 
     pub fn fault(&mut self, fault: Fault) {
         let now = clock::now_ms();
+        self.waiting = None;
         let mut state = self.replica.state();
         state.errors.record(now);
         state
@@ -315,7 +350,12 @@ impl Admitted {
 
 impl Drop for Admitted {
     fn drop(&mut self) {
-        if self.is_trial() {
+        if let Some(waiting) = self.waiting.take()
+            && waiting.since.elapsed() >= SILENCE_SUSPECT_AFTER
+            && self.replica.heard.load(Ordering::Relaxed) == waiting.heard
+        {
+            self.fault(Fault::FirstByteTimeout);
+        } else if self.is_trial() {
             self.replica.state().breaker.abandon_trial(self.admission);
         }
     }

@@ -125,7 +125,11 @@ pub struct UpstreamBody {
 }
 
 impl UpstreamBody {
-    pub(super) fn new(body: Incoming, connection: Box<Connection>, upstream: Arc<Upstream>) -> Self {
+    pub(super) fn new(
+        body: Incoming,
+        connection: Box<Connection>,
+        upstream: Arc<Upstream>,
+    ) -> Self {
         let mut held = UpstreamBody {
             body,
             held: Some((connection, upstream)),

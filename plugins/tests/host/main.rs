@@ -1,5 +1,6 @@
 //! The Lua host from outside: what a directory of policies does to a running process.
 
+mod check;
 mod conformance;
 mod engines;
 mod hostile;

@@ -172,7 +172,7 @@ fn a_missing_file_is_the_built_in_one_and_an_unchanged_one_costs_nothing() {
     assert_eq!(set.routing_weights(&pool()), RoutingWeights::default());
 
     let written = init_dir(&dir.0).expect("the built-in files can be written out");
-    assert_eq!(written.len(), 8);
+    assert_eq!(written.len(), 8 + 3, "policies, and what editors need");
     assert_eq!(
         init_dir(&dir.0).expect("a second time"),
         Vec::<std::path::PathBuf>::new()
@@ -232,4 +232,38 @@ fn the_last_good_set_survives_a_restart_and_says_that_it_is_in_use() {
         state: None,
     };
     assert!(Policies::open(nothing_kept).is_err());
+}
+
+#[test]
+fn a_mistake_far_down_a_long_path_still_has_its_line() {
+    let dir = Dir::new();
+    let deep = dir.path(&format!("{}/{}", "a".repeat(150), "b".repeat(150)));
+    std::fs::create_dir_all(&deep).expect("folders can be made");
+    std::fs::write(deep.join("routing.lua"), "local x = nil\nreturn x.y").expect("write");
+    let options = PolicyOptions {
+        dir: Some(deep),
+        state: None,
+    };
+    let error = Policies::open(options).expect_err("it is broken");
+    assert_eq!(
+        error.to_string(),
+        "routing.lua:2: attempt to index nil with 'y'"
+    );
+}
+
+#[test]
+fn what_is_in_force_can_be_asked_for_while_a_set_is_loaded() {
+    let dir = Dir::with(&[("routing.lua", "return { api = 1 }")]);
+    let policies = dir.open().expect("it loads");
+    dir.write("routing.lua", "local t = {}\nwhile true do t.x = 1 end");
+    let slow = std::sync::Arc::clone(&policies);
+    let reload = std::thread::spawn(move || slow.reload().map(|set| set.generation()));
+    while !reload.is_finished() {
+        assert_eq!(policies.status().generation, 1);
+    }
+    assert!(reload.join().expect("it ends").is_err());
+    assert_eq!(
+        policies.status().last_error.and_then(|error| error.line),
+        Some(2)
+    );
 }

@@ -1,0 +1,362 @@
+//! A real `llmgw server` over fake engines, and a client that sees every byte of what it answers.
+//!
+//! [`Setup`] writes a configuration and starts the binary; [`Gateway`] is the process, asked through its admin address;
+//! [`Client`] is one connection of a client. Everything waits with a limit, nothing sleeps and hopes.
+
+// Each test file is a crate of its own and uses a part of this.
+#![allow(dead_code, unused_imports)]
+
+mod client;
+
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+pub use client::{Answer, Client, End, Head, chat, data};
+
+/// How long anything that must happen may take.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a client's departure may take to reach an engine.
+pub const CANCEL_MAX: Duration = Duration::from_secs(1);
+/// Between two looks at the admin address.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// A configuration in the making.
+#[derive(Default)]
+pub struct Setup {
+    top: String,
+    limits: String,
+    models: String,
+    files: Vec<(String, String)>,
+    arguments: Vec<String>,
+}
+
+/// A running server, killed when dropped; its directory goes with it.
+pub struct Gateway {
+    child: Child,
+    /// Where clients connect.
+    pub addr: SocketAddr,
+    /// Where operators do.
+    pub admin: SocketAddr,
+    /// Holds `llmgw.yaml`, and `policies/` if [`Setup::file`] put something there.
+    pub dir: PathBuf,
+    log: Arc<Log>,
+}
+
+/// What the server wrote to its standard error, as it comes.
+#[derive(Default)]
+struct Log {
+    text: Mutex<String>,
+    grew: Condvar,
+}
+
+// === impl Setup ===
+
+impl Setup {
+    pub fn new() -> Setup {
+        Setup::default()
+    }
+
+    /// Adds top-level YAML, whole lines.
+    pub fn top(mut self, yaml: &str) -> Setup {
+        let _ = writeln!(self.top, "{yaml}");
+        self
+    }
+
+    /// `limits.NAME: VALUE`
+    pub fn limit(mut self, name: &str, value: &str) -> Setup {
+        let _ = writeln!(self.limits, "  {name}: {value}");
+        self
+    }
+
+    /// Begins a model; `more` are further keys such as `aliases: [a, b]`, or nothing.
+    pub fn model(mut self, name: &str, more: &str) -> Setup {
+        let more = match more {
+            "" => String::new(),
+            more => format!("    {more}\n"),
+        };
+        let _ = write!(self.models, "  - name: {name}\n{more}    endpoints:\n");
+        self
+    }
+
+    /// Adds an endpoint to the model begun last; `more` are further keys such as `slots: 1`, or nothing.
+    pub fn endpoint(mut self, engine: &str, url: &str, more: &str) -> Setup {
+        let comma = if more.is_empty() { "" } else { ", " };
+        let _ = writeln!(
+            self.models,
+            "      - {{url: \"{url}\", engine: {engine}{comma}{more}}}"
+        );
+        self
+    }
+
+    /// A file beside `llmgw.yaml`, which can name it by its relative path.
+    pub fn file(mut self, path: &str, contents: &str) -> Setup {
+        self.files.push((path.to_owned(), contents.to_owned()));
+        self
+    }
+
+    /// An argument of `llmgw server`.
+    pub fn argument(mut self, argument: &str) -> Setup {
+        self.arguments.push(argument.to_owned());
+        self
+    }
+
+    /// The configuration's text.
+    pub fn yaml(&self) -> String {
+        let limits = match self.limits.as_str() {
+            "" => String::new(),
+            limits => format!("limits:\n{limits}"),
+        };
+        // It may be given in full, with TLS.
+        let listen = match self.top.contains("listen:") {
+            true => "",
+            false => "listen: 127.0.0.1:0\n",
+        };
+        let (top, models) = (&self.top, &self.models);
+        format!("{listen}admin: 127.0.0.1:0\nstate: state\n{top}{limits}models:\n{models}")
+    }
+
+    /// Starts the server and waits until it listens.
+    pub fn start(self) -> Gateway {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("llmgw-test-{}-{number}", std::process::id()));
+        for (path, contents) in &self.files {
+            write(&dir.join(path), contents);
+        }
+        write(&dir.join("llmgw.yaml"), &self.yaml());
+        let mut child = Command::new(env!("CARGO_BIN_EXE_llmgw"))
+            .arg("server")
+            .arg("--config")
+            .arg(dir.join("llmgw.yaml"))
+            .args(&self.arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let log = Arc::new(Log::default());
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let keep = log.clone();
+        std::thread::spawn(move || keep.follow(stderr));
+        // From here on Drop cleans up, whatever panics.
+        let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
+        let (addr, admin) = (nowhere, nowhere);
+        let mut gateway = Gateway {
+            child,
+            addr,
+            admin,
+            dir,
+            log,
+        };
+        let line = gateway.await_log("serving clients on ");
+        gateway.addr = address_after(&line, "clients on ");
+        gateway.admin = address_after(&line, "admin on ");
+        gateway
+    }
+}
+
+fn write(path: &Path, contents: &str) {
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(path, contents).unwrap();
+}
+
+/// The address of the URL that follows `mark`.
+fn address_after(line: &str, mark: &str) -> SocketAddr {
+    let url = line.split_once(mark).unwrap().1;
+    let address = url.split_once("://").unwrap().1;
+    let end = address
+        .find(|c: char| !(c.is_ascii_digit() || c == '.' || c == ':'))
+        .unwrap_or(address.len());
+    address[..end].parse().unwrap()
+}
+
+// === impl Gateway ===
+
+impl Gateway {
+    /// A server over these engines of one kind, serving the model `fake`, ready.
+    pub fn over(engine: &str, engines: &[&fake_engine::Running]) -> Gateway {
+        let mut setup = Setup::new().model("fake", "");
+        for running in engines {
+            setup = setup.endpoint(engine, &running.url(), "");
+        }
+        let gateway = setup.start();
+        gateway.ready("fake", engines.len());
+        gateway
+    }
+
+    /// A new connection.
+    pub fn client(&self) -> Client {
+        Client::new(self.addr)
+    }
+
+    /// One GET on a connection of its own.
+    pub fn get(&self, path: &str) -> Answer {
+        let mut client = self.client();
+        client.request("GET", path, &[], b"");
+        client.answer()
+    }
+
+    /// One POST of JSON on a connection of its own; `fake` are directives for the engine, or nothing.
+    pub fn post(&self, path: &str, body: &str, fake: &str) -> Answer {
+        let mut client = self.client();
+        client.post(path, body, fake);
+        client.answer()
+    }
+
+    /// One GET of the admin address.
+    pub fn admin_get(&self, path: &str) -> Answer {
+        let mut client = Client::new(self.admin);
+        client.request("GET", path, &[], b"");
+        client.answer()
+    }
+
+    /// One empty POST to the admin address.
+    pub fn admin_post(&self, path: &str) -> Answer {
+        let mut client = Client::new(self.admin);
+        client.request("POST", path, &[], b"");
+        client.answer()
+    }
+
+    /// Every replica as the admin address shows it: `model`, `id`, `state`, `inflight`, `queued`, `breaker`, …
+    pub fn replicas(&self) -> Vec<Value> {
+        let mut page = self.admin_get("/v1/replicas").json();
+        page["replicas"].as_array_mut().map(std::mem::take).unwrap()
+    }
+
+    /// Waits until so many replicas of a model take requests.
+    pub fn ready(&self, model: &str, count: usize) {
+        self.until(&format!("{count} replicas of `{model}` are ready"), || {
+            let ready = |row: &&Value| row["model"] == model && row["state"] == "ready";
+            self.replicas().iter().filter(ready).count() == count
+        });
+    }
+
+    /// Waits until nothing is counted as at work or queued on any replica.
+    pub fn counters_are_zero(&self) {
+        self.until("every replica's counters are zero", || {
+            let idle = |row: &Value| row["inflight"] == 0 && row["queued"] == 0;
+            self.replicas().iter().all(idle)
+        });
+    }
+
+    /// Waits until so many requests wait for a slot of any replica.
+    pub fn queued(&self, count: u64) {
+        self.until(&format!("{count} requests are queued"), || {
+            let queued = |row: &Value| row["queued"].as_u64().unwrap();
+            self.replicas().iter().map(queued).sum::<u64>() == count
+        });
+    }
+
+    /// Waits until `holds`.
+    ///
+    /// # Panics
+    /// When it never does, with the server's log.
+    pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !holds() {
+            assert!(
+                Instant::now() < deadline,
+                "not within {PATIENCE:?}: {what}\n{:#?}\n{}",
+                self.replicas(),
+                self.log()
+            );
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// The sum over all series of a metric whose labels contain `label`; 0 where there is none.
+    pub fn metric(&self, name: &str, label: &str) -> f64 {
+        let page = self.admin_get("/metrics").text();
+        let series = page.lines().filter(|line| {
+            let rest = line.strip_prefix(name);
+            rest.is_some_and(|rest| rest.starts_with(['{', ' ']) && rest.contains(label))
+        });
+        series
+            .filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok())
+            .sum()
+    }
+
+    /// What the server has logged so far.
+    pub fn log(&self) -> String {
+        self.log.lock().clone()
+    }
+
+    /// Waits for a line of the log that contains this; that line.
+    pub fn await_log(&self, wanted: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        let mut text = self.log.lock();
+        loop {
+            if let Some(line) = text.lines().find(|line| line.contains(wanted)) {
+                return line.to_owned();
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "no `{wanted}` in the log:\n{}", *text);
+            let woken = self.log.grew.wait_timeout(text, left);
+            text = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Replaces the configuration's text; the server notices by itself, or by `POST /v1/reload`.
+    pub fn write_config(&self, yaml: &str) {
+        write(&self.dir.join("llmgw.yaml"), yaml);
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Memory that the process holds, in KiB.
+    pub fn rss_kib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+        let value = line.unwrap().split_whitespace().nth(1).unwrap();
+        value.parse().unwrap()
+    }
+
+    /// SIGTERM, without waiting.
+    pub fn terminate(&self) {
+        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+    }
+
+    /// Waits for the process's end; `None`: it still runs.
+    pub fn exited(&mut self, within: Duration) -> Option<ExitStatus> {
+        let deadline = Instant::now() + within;
+        loop {
+            match self.child.try_wait().unwrap() {
+                Some(status) => return Some(status),
+                None if Instant::now() >= deadline => return None,
+                None => std::thread::sleep(LOOK_EVERY),
+            }
+        }
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+impl Log {
+    fn follow(&self, lines: impl BufRead) {
+        for line in lines.split(b'\n').map_while(Result::ok) {
+            let _ = writeln!(self.lock(), "{}", String::from_utf8_lossy(&line));
+            self.grew.notify_all();
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, String> {
+        self.text.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
