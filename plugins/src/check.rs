@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use crate::bundle::Bundle;
 use crate::engine::EnginePlugin;
 use crate::error::{Fault, PolicyError};
-use crate::example;
 use crate::hooks::Hook;
-use crate::load::at_word;
+use crate::hooks::example;
+use crate::set::bundle::Bundle;
+use crate::set::load::at_word;
+use crate::set::trip::Ledger;
 use crate::set::{PolicySet, Source};
-use crate::trip::Ledger;
 use crate::vm::Vm;
 
 /// What was found in a directory that loads.

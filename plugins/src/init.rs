@@ -4,8 +4,8 @@ use std::fs::{self, OpenOptions};
 use std::io::{ErrorKind as IoKind, Write};
 use std::path::{Path, PathBuf};
 
-use crate::bundle::BUILT_IN;
 use crate::error::PolicyError;
+use crate::set::bundle::BUILT_IN;
 
 /// Writes every embedded policy and every stub that `dir` doesn't have yet and returns the paths written. Never overwrites one.
 pub fn init_dir(dir: &Path) -> Result<Vec<PathBuf>, PolicyError> {

@@ -3,10 +3,12 @@
 use std::fmt::Write;
 
 use crate::hooks::Hook;
-use crate::launch::{ModelView, ProfileView, ShardView};
-use crate::placement::{CandidateView, JobView, NodeView};
-use crate::views::{FieldDoc, PoolView, ReplicaView, RequestView, TenantView, UsageView, View};
-use crate::weights::KNOBS;
+use crate::hooks::launch::{ModelView, ProfileView, ShardView};
+use crate::hooks::placement::{CandidateView, JobView, NodeView};
+use crate::hooks::views::{
+    FieldDoc, PoolView, ReplicaView, RequestView, TenantView, UsageView, View,
+};
+use crate::hooks::weights::KNOBS;
 
 /// Settings of the LuaLS language server. Luau's own symbols are errors to it otherwise.
 const LUARC: &str = r#"{

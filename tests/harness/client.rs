@@ -211,11 +211,22 @@ impl<S: Read + Write> Client<S> {
     /// Reads one response. `None`: the connection ended before one.
     pub fn try_answer(&mut self) -> Option<Answer> {
         let head = self.try_head()?;
+        let (body, end) = self.rest_bytes();
+        Some(Answer { head, body, end })
+    }
+
+    /// Reads what is left of the body at hand, and how it ended.
+    pub fn rest(&mut self) -> (String, End) {
+        let (body, end) = self.rest_bytes();
+        (String::from_utf8_lossy(&body).into_owned(), end)
+    }
+
+    fn rest_bytes(&mut self) -> (Vec<u8>, End) {
         let mut body = Vec::new();
         loop {
             match self.piece() {
                 Ok(piece) => body.extend_from_slice(&piece),
-                Err(end) => return Some(Answer { head, body, end }),
+                Err(end) => return (body, end),
             }
         }
     }

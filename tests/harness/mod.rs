@@ -6,6 +6,7 @@
 // Each test file is a crate of its own and uses a part of this.
 #![allow(dead_code, unused_imports)]
 
+pub mod ask;
 mod client;
 
 use std::fmt::Write as _;

@@ -17,8 +17,8 @@ pub enum Step {
     Events(Batch),
     /// The HTTP body ended as HTTP says it should. Whether the dialect ended too, the reader knows.
     End {
-        /// Bytes of an event that never became whole.
-        cut: usize,
+        /// What came of an event whose blank line did not.
+        rest: Bytes,
     },
     /// The connection broke in mid-body.
     Broken(hyper::Error),
@@ -66,8 +66,8 @@ impl EventStream {
                 }
                 Some(Err(error)) => return Poll::Ready(Step::Broken(error)),
                 None => {
-                    let cut = self.splitter.held();
-                    return Poll::Ready(Step::End { cut });
+                    let rest = self.splitter.finish();
+                    return Poll::Ready(Step::End { rest });
                 }
             }
         }

@@ -22,10 +22,10 @@ use crate::telemetry::access::Outcome;
 use crate::telemetry::metrics::UpstreamError;
 use crate::upstream::SendError;
 
-/// Requests of one model that may wait for a slot; beyond that they are refused at once.
+/// Requests of one model that may wait for a slot, where their band does not say; beyond that they are refused.
 pub const QUEUED_MAX: u32 = 2_000;
 /// How long a request waits for a slot where its band does not say.
-const QUEUE_TTL: Duration = Duration::from_secs(30);
+pub const QUEUE_TTL: Duration = Duration::from_secs(30);
 /// How long a request waits for the first probe of a replica that was just configured.
 const FIRST_PROBE_WAIT: Duration = Duration::from_secs(3);
 /// A suspect replica gets one request as its trial, and that request no more than this, if another replica is there.
@@ -117,7 +117,6 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
 async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Failure> {
     let pool = job.pool.clone();
     let started = Instant::now();
-    let queue_ttl = job.queue_ttl_ms.map_or(QUEUE_TTL, Duration::from_millis);
     loop {
         let changed = pool.changed.notified();
         tokio::pin!(changed);
@@ -145,14 +144,14 @@ async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Fa
             note_queue(job, started);
             return Ok((chosen, permit));
         }
-        if pool.queued() >= QUEUED_MAX {
+        if pool.queued() >= job.queue_max {
             return Err(Failure::QueueFull {
                 model: pool.model.name.to_string(),
-                queued: QUEUED_MAX,
+                queued: job.queue_max,
                 retry_after: Duration::from_secs(1),
             });
         }
-        let left = queue_ttl.saturating_sub(started.elapsed());
+        let left = job.queue_ttl.saturating_sub(started.elapsed());
         tokio::select! {
             permit = slots.take(todo) => {
                 note_queue(job, started);

@@ -1,6 +1,7 @@
 //! One request as the gateway understood it: what it asks for, and how it may be changed for an engine.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Request, header};
@@ -38,7 +39,11 @@ pub struct Job {
     pub asked: Asked,
     pub prompt: PromptHashes,
     pub band: Arc<str>,
-    pub queue_ttl_ms: Option<u64>,
+    /// How long it may wait for a slot, and how many of its model may.
+    pub queue_ttl: Duration,
+    pub queue_max: u32,
+    /// For `llmgw.rand()` in request hooks.
+    pub seed: u64,
     /// The tenant's accounting needs the engine's own count of tokens.
     pub needs_usage: bool,
     pub debug: bool,
@@ -121,6 +126,7 @@ impl Job {
             session: self.facts.session.as_deref(),
             age_ms,
             attempt,
+            seed: self.seed,
             ..RequestView::default()
         }
     }

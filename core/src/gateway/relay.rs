@@ -75,7 +75,7 @@ pub async fn first(mut events: EventStream, dialect: Dialect) -> First {
     loop {
         let batch = match events.step().await {
             Step::Events(batch) => batch,
-            Step::End { cut: 0 } => {
+            Step::End { rest } if rest.is_empty() => {
                 return First::Nothing("the stream ended without an event".to_string());
             }
             Step::End { .. } => {
@@ -152,7 +152,7 @@ impl Relay {
             };
             let out = match step {
                 Poll::Ready(Step::Events(batch)) => self.on_events(batch),
-                Poll::Ready(Step::End { cut }) => self.on_end(cut),
+                Poll::Ready(Step::End { rest }) => self.on_end(rest),
                 Poll::Ready(Step::Broken(error)) => self.fail(Ending::Broken(format!(
                     "the engine's stream broke off: {error}"
                 ))),
@@ -218,18 +218,25 @@ impl Relay {
         }
     }
 
-    fn on_end(&mut self, cut: usize) -> Option<Bytes> {
-        if cut > 0 {
-            let reason = "the engine's stream ended inside an event".to_string();
-            return self.fail(Ending::Broken(reason));
+    fn on_end(&mut self, rest: Bytes) -> Option<Bytes> {
+        let is_over = if self.dialect.expects_end() {
+            // Some servers leave out the blank line of their very last event.
+            let whole = [&rest[..], b"\n\n"].concat();
+            let mut last = sse::events(&whole);
+            last.any(|event| self.dialect.ends(&event))
+        } else {
+            true
+        };
+        if is_over {
+            self.exchange.end(Ending::Complete);
+            self.phase = Phase::Done;
+            return Some(rest);
         }
-        if self.dialect.expects_end() {
-            let reason = "the engine's stream ended without its proper end".to_string();
-            return self.fail(Ending::Broken(reason));
-        }
-        self.exchange.end(Ending::Complete);
-        self.phase = Phase::Done;
-        None
+        let reason = match rest.is_empty() {
+            true => "the engine's stream ended without its proper end",
+            false => "the engine's stream ended inside an event",
+        };
+        self.fail(Ending::Broken(reason.to_string()))
     }
 
     /// Ends the stream with an error event in the client's own dialect.

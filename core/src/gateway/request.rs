@@ -9,7 +9,7 @@ use http::request::Parts;
 use http::{HeaderMap, Method, Request, Response};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use llmgw_plugins::{PolicySet, RequestView, TenantView};
+use llmgw_plugins::{Band, BandSpec, PolicySet, RequestView, TenantView};
 
 use super::auth::Caller;
 use super::body::ClientBody;
@@ -24,6 +24,7 @@ use super::peek;
 use super::respond::{self, Failure};
 use super::state::{Gateway, Runtime};
 use crate::config::Model;
+use crate::random;
 use crate::routing::prefix::PromptHashes;
 use crate::telemetry::OpenRecord;
 use crate::telemetry::access::{AccessRecord, Outcome};
@@ -32,8 +33,6 @@ use crate::telemetry::access::{AccessRecord, Outcome};
 const BODY_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The band of callers who have none of their own.
 const OPEN_BAND: &str = "standard";
-/// The best band of callers who have none of their own.
-const OPEN_BEST_BAND: &str = "interactive";
 /// A session name longer than this is cut: it is a hint, not data.
 const SESSION_MAX_BYTES: usize = 256;
 
@@ -273,15 +272,21 @@ fn prepare(
         facts,
         prompt: understood.prompt,
         band: Arc::from(OPEN_BAND),
-        queue_ttl_ms: None,
+        queue_ttl: forward::QUEUE_TTL,
+        queue_max: forward::QUEUED_MAX,
+        seed: random::next(),
         needs_usage: caller.tenant.is_some(),
         debug,
         set,
         record: None,
     });
-    let (band, ttl_ms) = classify(&job, caller, band_hint.as_deref());
+    let band = classify(&job, caller, band_hint.as_deref());
+    if let Some(spec) = set_band(&job.set, &band.name) {
+        job.queue_ttl = Duration::from_millis(band.ttl_ms.unwrap_or(spec.ttl_ms));
+        job.queue_max = u32::try_from(spec.max_queue).unwrap_or(u32::MAX);
+    }
+    let band = band.name;
     job.band = band.clone();
-    job.queue_ttl_ms = ttl_ms;
     if let Some(record) = record {
         record.set_model(pool.metrics.clone());
         record.band = band;
@@ -292,36 +297,35 @@ fn prepare(
 }
 
 /// Asks the policy for the band.
-fn classify(job: &Job, caller: &Caller, band_hint: Option<&str>) -> (Arc<str>, Option<u64>) {
+fn classify(job: &Job, caller: &Caller, band_hint: Option<&str>) -> Band {
     let tenant = caller.tenant.as_deref();
-    let bands = tenant.map_or(&[][..], |tenant| &tenant.bands);
-    let own = bands.first().map_or(OPEN_BAND, |band| &**band);
-    let best = best_band(bands).unwrap_or(OPEN_BEST_BAND);
+    let allowed = tenant.map_or(&[][..], |tenant| &tenant.bands);
+    let best = best_band(&job.set, allowed);
     let request = RequestView {
         band_hint,
         ..job.view(0)
     };
     let tenant = TenantView {
         name: &caller.name,
-        band: own,
-        best_band: if tenant.is_some() {
-            best
-        } else {
-            OPEN_BEST_BAND
-        },
+        band: allowed.first().map_or(OPEN_BAND, |band| &**band),
+        best_band: best.unwrap_or(OPEN_BAND),
         weight: tenant.map_or(1.0, |tenant| tenant.weight),
         ..TenantView::default()
     };
-    let band = job.set.classify(&request, &tenant);
-    (band.name, band.ttl_ms)
+    job.set.classify(&request, &tenant)
 }
 
-/// The highest of a tenant's bands, in the order of the built-in ones.
-fn best_band(bands: &[Arc<str>]) -> Option<&str> {
-    ["interactive", "standard", "batch"]
-        .into_iter()
-        .find(|name| bands.iter().any(|band| &**band == *name))
-        .or(bands.first().map(|band| &**band))
+fn set_band<'a>(set: &'a PolicySet, name: &str) -> Option<&'a BandSpec> {
+    set.bands_at_load().iter().find(|band| &*band.name == name)
+}
+
+/// The band that goes first among those that a tenant may use; none listed means all.
+fn best_band<'a>(set: &'a PolicySet, allowed: &[Arc<str>]) -> Option<&'a str> {
+    set.bands_at_load()
+        .iter()
+        .filter(|band| allowed.is_empty() || allowed.contains(&band.name))
+        .max_by(|left, right| left.priority.total_cmp(&right.priority))
+        .map(|band| &*band.name)
 }
 
 /// Runs the attempts. Where comments are wanted, the client gets its headers while an engine is still silent.

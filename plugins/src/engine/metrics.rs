@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::samples::Samples;
+use crate::engine::samples::Samples;
 
 /// How loaded an engine says it is. What it doesn't say is `None`, never 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]

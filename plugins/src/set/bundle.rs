@@ -31,21 +31,30 @@ const TOP_FILES: [&str; 4] = [
 pub(crate) const BUILT_IN: [(&str, &str); 8] = [
     (
         "placement.lua",
-        include_str!("../../policies/placement.lua"),
+        include_str!("../../../policies/placement.lua"),
     ),
     (
         "admission.lua",
-        include_str!("../../policies/admission.lua"),
+        include_str!("../../../policies/admission.lua"),
     ),
-    ("fairness.lua", include_str!("../../policies/fairness.lua")),
-    ("routing.lua", include_str!("../../policies/routing.lua")),
-    ("engines/vllm.lua", include_str!("../engines/vllm.lua")),
-    ("engines/sglang.lua", include_str!("../engines/sglang.lua")),
+    (
+        "fairness.lua",
+        include_str!("../../../policies/fairness.lua"),
+    ),
+    ("routing.lua", include_str!("../../../policies/routing.lua")),
+    ("engines/vllm.lua", include_str!("../../engines/vllm.lua")),
+    (
+        "engines/sglang.lua",
+        include_str!("../../engines/sglang.lua"),
+    ),
     (
         "engines/llamacpp.lua",
-        include_str!("../engines/llamacpp.lua"),
+        include_str!("../../engines/llamacpp.lua"),
     ),
-    ("engines/openai.lua", include_str!("../engines/openai.lua")),
+    (
+        "engines/openai.lua",
+        include_str!("../../engines/openai.lua"),
+    ),
 ];
 
 /// One file.

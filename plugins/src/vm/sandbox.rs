@@ -10,8 +10,8 @@ use std::time::Instant;
 use mlua::chunk::ChunkMode;
 use mlua::{Error, Function, Lua, LuaOptions, MultiValue, StdLib, Table, Value};
 
-use crate::budget::{Budget, Limit};
 use crate::error::{ErrorKind, Fault, did_you_mean};
+use crate::vm::budget::{Budget, Limit};
 
 /// Memory of one VM.
 pub const VM_MAX_BYTES: usize = 16 * 1024 * 1024;

@@ -6,8 +6,8 @@ use std::collections::HashMap;
 
 use mlua::{Lua, LuaString, Table, Value};
 
-use crate::sandbox::Sandbox;
-use crate::views::{BandQueue, Domain, Field, ReplicaView, View};
+use crate::hooks::views::{BandQueue, Domain, Field, ReplicaView, View};
+use crate::vm::sandbox::Sandbox;
 
 /// Replica rows that one VM keeps; beyond that all are dropped, since most replicas are then long gone.
 const REPLICA_ROWS_MAX: usize = 1024;

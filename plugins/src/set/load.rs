@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use mlua::{Table, Value};
 
-use crate::bundle::Bundle;
 use crate::engine::EnginePlugin;
 use crate::error::{Fault, PolicyError, did_you_mean};
-use crate::example;
+use crate::hooks::example;
+use crate::hooks::returns;
 use crate::hooks::{BandSpec, Hook};
-use crate::returns;
-use crate::sandbox::{Program, cut};
+use crate::set::bundle::Bundle;
 use crate::vm::Vm;
+use crate::vm::sandbox::{Program, cut};
 
 /// A line that an error shows is cut here.
 const LINE_MAX_BYTES: usize = 200;
@@ -112,7 +112,7 @@ fn functions(bundle: &Bundle, key: &str, table: &Table) -> Result<Vec<Hook>, Pol
         let Value::String(name) = &name else {
             let reason = format!(
                 "a key of type {} makes no sense in the returned table",
-                crate::sandbox::type_name(&name)
+                crate::vm::sandbox::type_name(&name)
             );
             return Err(at_word(bundle, key, "return", reason));
         };
@@ -132,7 +132,7 @@ fn functions(bundle: &Bundle, key: &str, table: &Table) -> Result<Vec<Hook>, Pol
         if !value.is_function() {
             let reason = format!(
                 "hook '{name}' is a {}, a function is needed",
-                crate::sandbox::type_name(&value)
+                crate::vm::sandbox::type_name(&value)
             );
             return Err(at_word(bundle, key, &name, reason));
         }

@@ -5,17 +5,17 @@ use std::sync::Arc;
 
 use mlua::Value;
 
-use crate::budget::{Limit, TICK_MAX};
+use crate::engine::metrics::Load;
+use crate::engine::samples::Samples;
 use crate::error::{ErrorKind, Fault};
+use crate::hooks::returns::{self, Clamped};
+use crate::hooks::views::{PoolView, ReplicaView, RequestView, TenantView, UsageView};
+use crate::hooks::weights::RoutingWeights;
 use crate::hooks::{Band, BandSpec, ErrorClass, Gate, Hook, Prices, Ranked, Refusal};
-use crate::metrics::Load;
-use crate::returns::{self, Clamped};
-use crate::samples::Samples;
-use crate::sandbox::fault;
 use crate::set::{Memory, PolicySet};
-use crate::views::{PoolView, ReplicaView, RequestView, TenantView, UsageView};
+use crate::vm::budget::{Limit, TICK_MAX};
+use crate::vm::sandbox::fault;
 use crate::vm::{Vm, with_vm};
-use crate::weights::RoutingWeights;
 
 /// Candidates that `routing.rank` gets at most; the native scorer chooses which.
 pub const RANK_CANDIDATES_MAX: usize = 8;
@@ -441,8 +441,8 @@ pub(crate) fn map_metrics(
     dt_ms: f64,
 ) -> Result<Clamped<Load>, Fault> {
     let value = vm.call_engine(engine, Hook::EngineMap, Limit::Count, |_, sandbox| {
-        let (samples, previous) =
-            crate::series::tables(&sandbox.lua, samples, previous).map_err(|e| fault(&e))?;
+        let (samples, previous) = crate::engine::series::tables(&sandbox.lua, samples, previous)
+            .map_err(|e| fault(&e))?;
         Ok((samples, previous, dt_ms))
     })?;
     returns::load(&value)

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use mlua::{MultiValue, Value};
 use serde::Serialize;
 
-use crate::budget::{DECISION_MAX, Limit};
 use crate::error::{ErrorKind, Fault};
 use crate::hooks::Hook;
-use crate::returns::{self, Clamped};
+use crate::hooks::returns::{self, Clamped};
+use crate::hooks::views::{Domain, Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::set::PolicySet;
-use crate::views::{Domain, Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::vm::Vm;
+use crate::vm::budget::{DECISION_MAX, Limit};
 
 view! {
     /// One replica that needs a place.
@@ -171,7 +171,7 @@ impl Decision<'_> {
         })
         .unwrap_or_else(|fault| Verdict::Unfit {
             code: POLICY_ERROR.to_owned(),
-            text: crate::sandbox::cut(&fault.message, TEXT_MAX_BYTES),
+            text: crate::vm::sandbox::cut(&fault.message, TEXT_MAX_BYTES),
         })
     }
 
@@ -279,9 +279,10 @@ fn verdict(values: &MultiValue) -> Result<Verdict, Fault> {
         Some(Value::Boolean(true)) => Ok(Verdict::Fit),
         Some(Value::Boolean(false)) => {
             let text = |at: usize| match values.get(at) {
-                Some(Value::String(text)) => {
-                    Some(crate::sandbox::cut(&text.to_string_lossy(), TEXT_MAX_BYTES))
-                }
+                Some(Value::String(text)) => Some(crate::vm::sandbox::cut(
+                    &text.to_string_lossy(),
+                    TEXT_MAX_BYTES,
+                )),
                 _ => None,
             };
             let code = text(1).ok_or_else(|| {
@@ -308,7 +309,7 @@ fn verdict(values: &MultiValue) -> Result<Verdict, Fault> {
             ErrorKind::Error,
             format!(
                 "filter returned a {}, true or false is needed",
-                crate::sandbox::type_name(other)
+                crate::vm::sandbox::type_name(other)
             ),
         )),
     }
@@ -337,7 +338,7 @@ fn parts(value: &Value) -> Result<Clamped<Score>, Fault> {
     };
     let mut parts = Vec::new();
     for pair in table.pairs::<Value, Value>() {
-        let (name, value) = pair.map_err(|e| crate::sandbox::fault(&e))?;
+        let (name, value) = pair.map_err(|e| crate::vm::sandbox::fault(&e))?;
         let Value::String(name) = &name else {
             return Err(Fault::new(
                 ErrorKind::Error,
@@ -350,7 +351,7 @@ fn parts(value: &Value) -> Result<Clamped<Score>, Fault> {
                 format!("a score has at most {PARTS_MAX} parts"),
             ));
         }
-        let name = crate::sandbox::cut(&name.to_string_lossy(), 32);
+        let name = crate::vm::sandbox::cut(&name.to_string_lossy(), 32);
         let part = returns::clamped(&value, &format!("part '{name}'"), PART_RANGE, &mut faults)?;
         parts.push((name, part));
     }

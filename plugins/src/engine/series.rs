@@ -2,8 +2,8 @@
 
 use mlua::{Lua, Table, Value};
 
-use crate::metrics::Load;
-use crate::samples::Samples;
+use crate::engine::metrics::Load;
+use crate::engine::samples::Samples;
 
 /// Series of one name that a script sees at most.
 const SERIES_MAX: usize = 4096;

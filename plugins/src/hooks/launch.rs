@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use mlua::{Table, Value};
 use serde::Serialize;
 
-use crate::budget::{ENGINE_MAX, Limit};
 use crate::engine::EnginePlugin;
 use crate::error::{ErrorKind, Fault, did_you_mean};
 use crate::hooks::Hook;
-use crate::sandbox::{cut, fault};
+use crate::hooks::views::{Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::set::PolicySet;
-use crate::views::{Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::vm::Vm;
+use crate::vm::budget::{ENGINE_MAX, Limit};
+use crate::vm::sandbox::{cut, fault};
 
 view! {
     /// One way to run a model, as configured.
@@ -270,7 +270,7 @@ pub(crate) fn commands(
 
 fn command(plugin: &EnginePlugin, table: &Table) -> Result<EngineCommand, Fault> {
     let known = ["command", "args", "env", "wait_for", "sidecar"];
-    crate::returns::only(table, "key of a command", &known)?;
+    crate::hooks::returns::only(table, "key of a command", &known)?;
     let get = |key: &str| table.raw_get::<Value>(key).map_err(|e| fault(&e));
     let command = match get("command")? {
         Value::String(name) => cut(&name.to_string_lossy(), 64),
@@ -375,7 +375,7 @@ fn wrong(what: &str, value: &Value, wanted: &str) -> Fault {
         kind,
         format!(
             "{what} is a {}, {wanted} is needed",
-            crate::sandbox::type_name(value)
+            crate::vm::sandbox::type_name(value)
         ),
     )
 }

@@ -8,12 +8,12 @@ use arc_swap::ArcSwap;
 use serde::Serialize;
 use tokio::sync::watch;
 
-use crate::bundle::Bundle;
 use crate::error::{ErrorKind, PolicyError};
 use crate::hooks::Hook;
+use crate::set::bundle::Bundle;
+use crate::set::store;
+use crate::set::trip::Ledger;
 use crate::set::{PolicySet, Source};
-use crate::store;
-use crate::trip::Ledger;
 
 /// Generations that `rollback` can go back to.
 const HISTORY_MAX: usize = 8;

@@ -1,12 +1,16 @@
 //! What llmgw knows about an engine: the data of its plugin, checked.
 
+pub(crate) mod metrics;
+pub(crate) mod samples;
+pub(crate) mod series;
+
 use std::sync::Arc;
 
 use mlua::{Table, Value};
 use serde::Serialize;
 
+use crate::engine::metrics::MetricNames;
 use crate::error::did_you_mean;
-use crate::metrics::MetricNames;
 
 /// One engine, from `engines/NAME.lua`. Its functions are called through the policy set.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -160,7 +164,7 @@ fn readiness(section: &Section) -> Result<Readiness, PluginError> {
     reader.only(&["health", "models", "start_deadline_ms"])?;
     let start_deadline_ms = match reader.get("start_deadline_ms")? {
         Value::Nil => START_DEADLINE_MS,
-        value => match crate::returns::number(&value, "start_deadline_ms") {
+        value => match crate::hooks::returns::number(&value, "start_deadline_ms") {
             Ok(ms) if (1.0..=START_DEADLINE_MAX_MS).contains(&ms) => ms as u64,
             _ => {
                 return Err(refused(
@@ -218,11 +222,11 @@ impl Reader<'_> {
                     "",
                     format!(
                         "a key of type {} makes no sense here",
-                        crate::sandbox::type_name(&key)
+                        crate::vm::sandbox::type_name(&key)
                     ),
                 ));
             };
-            let key = crate::sandbox::cut(&key.to_string_lossy(), 64);
+            let key = crate::vm::sandbox::cut(&key.to_string_lossy(), 64);
             if !known.contains(&key.as_str()) {
                 let hint = did_you_mean(&key, known.iter().copied());
                 return Err(refused(
@@ -240,7 +244,7 @@ impl Reader<'_> {
             format!(
                 "`{}{key}` is a {}, {wanted} is needed",
                 self.path,
-                crate::sandbox::type_name(value)
+                crate::vm::sandbox::type_name(value)
             ),
         )
     }

@@ -2,19 +2,21 @@
 
 use std::sync::Arc;
 
-use crate::budget::{Limit, TICK_MAX};
-use crate::calls::{
+use crate::engine::EnginePlugin;
+use crate::engine::samples::Samples;
+use crate::error::Fault;
+use crate::hooks::calls::{
     classify, classify_error, key, map_metrics, pool_call, prices, rank, reject, weight,
 };
-use crate::engine::EnginePlugin;
-use crate::error::Fault;
+use crate::hooks::launch::{EngineCommand, ModelView, ProfileView, ShardView, commands, validate};
+use crate::hooks::placement::{CandidateView, JobView, NodeView, filter, score};
+use crate::hooks::returns::{self, Clamped};
+use crate::hooks::views::{
+    BandQueue, Domain, PoolView, ReplicaView, RequestView, TenantView, UsageView,
+};
 use crate::hooks::{BandSpec, Hook};
-use crate::launch::{EngineCommand, ModelView, ProfileView, ShardView, commands, validate};
-use crate::placement::{CandidateView, JobView, NodeView, filter, score};
-use crate::returns::{self, Clamped};
-use crate::samples::Samples;
-use crate::views::{BandQueue, Domain, PoolView, ReplicaView, RequestView, TenantView, UsageView};
 use crate::vm::Vm;
+use crate::vm::budget::{Limit, TICK_MAX};
 
 /// Calls each defined hook once on an example, so that a set with a misspelt knob or field is refused at load; and
 /// asks for the bands. Here a value out of its range is a mistake, not something to clamp.

@@ -1,5 +1,12 @@
 //! A policy set: all files of one generation, compiled, checked and immutable.
 
+pub(crate) mod bundle;
+pub(crate) mod load;
+pub(crate) mod reload;
+mod store;
+pub(crate) mod trip;
+mod watch;
+
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,14 +16,13 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use mlua::chunk::Compiler;
 use serde::Serialize;
 
-use crate::bundle::Bundle;
-use crate::calls::LastGood;
 use crate::engine::EnginePlugin;
 use crate::error::{Fault, PolicyError};
+use crate::hooks::calls::LastGood;
 use crate::hooks::{BandSpec, Hook};
-use crate::load;
-use crate::sandbox::{Module, Program};
-use crate::trip::{Ledger, Trips};
+use crate::set::bundle::Bundle;
+use crate::set::trip::{Ledger, Trips};
+use crate::vm::sandbox::{Module, Program};
 
 /// Where a policy set came from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -180,7 +186,7 @@ fn compile(bundle: &Bundle) -> Result<BTreeMap<String, Module>, PolicyError> {
     let mut modules = BTreeMap::new();
     for (key, file) in &bundle.files {
         let bytecode = compiler.compile(&file.text).map_err(|e| {
-            let message = crate::sandbox::fault(&e).message;
+            let message = crate::vm::sandbox::fault(&e).message;
             load::located(bundle, &file.label, &compile_message(&file.label, &message))
         })?;
         modules.insert(

@@ -1,5 +1,13 @@
 //! The hooks by name, and what each returns.
 
+pub(crate) mod calls;
+pub(crate) mod example;
+pub(crate) mod launch;
+pub(crate) mod placement;
+pub(crate) mod returns;
+pub mod views;
+pub(crate) mod weights;
+
 use std::sync::Arc;
 
 use serde::Serialize;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::bundle::{BUNDLE_MAX_BYTES, Bundle, SourceFile};
+use crate::set::bundle::{BUNDLE_MAX_BYTES, Bundle, SourceFile};
 
 /// Name of the file. It never holds anything but policies.
 const FILE: &str = "policies.last-good.json";

@@ -1,17 +1,21 @@
 //! One thread's VM for one policy set: its functions, found once, and its input rows, kept.
 
+pub(crate) mod budget;
+mod rows;
+pub(crate) mod sandbox;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use mlua::{Function, IntoLuaMulti, MultiValue, Table, Value};
 
-use crate::budget::{LOAD_MAX, Limit};
 use crate::error::{ErrorKind, Fault};
 use crate::hooks::Hook;
-use crate::rows::{ReplicaRows, Row, Shape};
-use crate::sandbox::{Program, Sandbox, fault, freeze};
-use crate::views::{ReplicaView, View};
+use crate::hooks::views::{ReplicaView, View};
+use crate::vm::budget::{LOAD_MAX, Limit};
+use crate::vm::rows::{ReplicaRows, Row, Shape};
+use crate::vm::sandbox::{Program, Sandbox, fault, freeze};
 
 /// VMs that a thread keeps: the current generation's, and one more for requests that began under the previous one.
 const THREAD_VMS_MAX: usize = 2;
@@ -149,7 +153,7 @@ impl Vm {
             let Value::Table(table) = value else {
                 let message = format!(
                     "must return a table with `api = 1`, it returned a {}",
-                    crate::sandbox::type_name(&value)
+                    crate::vm::sandbox::type_name(&value)
                 );
                 return Err(Fault::new(ErrorKind::Error, message));
             };

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-use crate::reload::Policies;
+use crate::set::reload::Policies;
 
 /// Events that come in this close to each other are one change.
 const DEBOUNCE: Duration = Duration::from_millis(150);

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use mlua::{MultiValue, Table, Value};
 
 use crate::error::{ErrorKind, Fault, did_you_mean};
+use crate::hooks::weights::{KNOBS, RoutingWeights};
 use crate::hooks::{BandSpec, ErrorClass, Gate, Prices, Ranked, Refusal};
-use crate::sandbox::cut;
-use crate::weights::{KNOBS, RoutingWeights};
+use crate::vm::sandbox::cut;
 
 /// Bands at most.
 pub const BANDS_MAX: usize = 16;
@@ -64,7 +64,7 @@ fn wrong_type(what: &str, value: &Value, wanted: &str) -> Fault {
         ErrorKind::Error,
         format!(
             "{what} is a {}, {wanted} is needed",
-            crate::sandbox::type_name(value)
+            crate::vm::sandbox::type_name(value)
         ),
     )
 }
@@ -88,11 +88,14 @@ fn table<'v>(value: &'v Value, what: &str, noun: &str, known: &[&str]) -> Result
 /// Refuses a table with a key that nobody knows.
 pub(crate) fn only(table: &Table, noun: &str, known: &[&str]) -> Result<(), Fault> {
     for pair in table.pairs::<Value, Value>() {
-        let (key, _) = pair.map_err(|e| crate::sandbox::fault(&e))?;
+        let (key, _) = pair.map_err(|e| crate::vm::sandbox::fault(&e))?;
         let Value::String(key) = &key else {
             return Err(Fault::new(
                 ErrorKind::Unknown,
-                format!("unknown {noun} of type {}", crate::sandbox::type_name(&key)),
+                format!(
+                    "unknown {noun} of type {}",
+                    crate::vm::sandbox::type_name(&key)
+                ),
             ));
         };
         let key = cut(&key.to_string_lossy(), NAME_MAX_BYTES);
@@ -108,7 +111,9 @@ pub(crate) fn only(table: &Table, noun: &str, known: &[&str]) -> Result<(), Faul
 }
 
 fn get(table: &Table, key: &str) -> Result<Value, Fault> {
-    table.raw_get(key).map_err(|e| crate::sandbox::fault(&e))
+    table
+        .raw_get(key)
+        .map_err(|e| crate::vm::sandbox::fault(&e))
 }
 
 /// `routing.weights`.
@@ -152,7 +157,9 @@ pub(crate) fn bands(value: &Value) -> Result<Clamped<Vec<BandSpec>>, Fault> {
     let mut bands: Vec<BandSpec> = Vec::with_capacity(count);
     let mut faults = Vec::new();
     for at in 1..=count {
-        let value: Value = list.raw_get(at).map_err(|e| crate::sandbox::fault(&e))?;
+        let value: Value = list
+            .raw_get(at)
+            .map_err(|e| crate::vm::sandbox::fault(&e))?;
         let band = band(&value, &mut faults)?;
         if bands.iter().any(|other| other.name == band.name) {
             return Err(Fault::new(
@@ -379,14 +386,14 @@ pub(crate) fn error_class(value: &Value) -> Result<Option<ErrorClass>, Fault> {
 }
 
 /// `engine.map`: what it leaves out is unknown.
-pub(crate) fn load(value: &Value) -> Result<Clamped<crate::metrics::Load>, Fault> {
+pub(crate) fn load(value: &Value) -> Result<Clamped<crate::engine::metrics::Load>, Fault> {
     let table = table(value, "map", "metric", &["running", "waiting", "kv"])?;
     let mut faults = Vec::new();
     let mut field = |key: &str, max: f64| match get(table, key)? {
         Value::Nil => Ok(None),
         value => clamped(&value, key, (0.0, max), &mut faults).map(Some),
     };
-    let load = crate::metrics::Load {
+    let load = crate::engine::metrics::Load {
         running: field("running", 1e9)?,
         waiting: field("waiting", 1e9)?,
         kv: field("kv", 1.0)?,
