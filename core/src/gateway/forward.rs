@@ -78,6 +78,9 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
     let mut tried: Vec<Arc<str>> = Vec::new();
     let mut troubles: Vec<Trouble> = Vec::new();
     let calls_max = job.config.limits.retries + 1;
+    // Counted at the connections: a reused one that died may have delivered the request nevertheless, one that
+    // was refused has not.
+    let mut calls = 0;
     loop {
         let (chosen, permit) = match place(job, &tried).await {
             Ok(placed) => placed,
@@ -93,7 +96,7 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
             job.pool.metrics.retried();
         }
         let replica = chosen.admitted.replica.clone();
-        match attempt(job, chosen, permit, tried.len() as u32).await {
+        match attempt(job, chosen, permit, tried.len() as u32, &mut calls).await {
             Ok(response) => return Ok(response),
             Err(Setback::Final(failure)) => return Err(failure),
             Err(Setback::Elsewhere(trouble)) => {
@@ -107,7 +110,7 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
                 tried.push(replica.id.clone());
             }
         }
-        if troubles.len() as u32 >= calls_max {
+        if calls.max(troubles.len() as u32) >= calls_max {
             return Err(verdict(troubles));
         }
     }
@@ -189,6 +192,7 @@ async fn attempt(
     chosen: Chosen,
     permit: Permit,
     attempt: u32,
+    calls: &mut u32,
 ) -> Result<Response<ClientBody>, Setback> {
     let Chosen {
         mut admitted,
@@ -226,7 +230,11 @@ async fn attempt(
     admitted.sent(job.pool.replicas.len() > 1);
     let call = async {
         let request = || job.request(&replica, &outgoing);
-        let response = replica.upstream.send(request).await?;
+        // Only the first attempt may meet a stale connection: its transparent retry is a call too.
+        let response = match attempt {
+            0 => replica.upstream.send(request, calls).await?,
+            _ => replica.upstream.send_fresh(request, calls).await?,
+        };
         Ok(answer::look(job, &outgoing, response).await)
     };
     let looked = match tokio::time::timeout(limit, call).await {

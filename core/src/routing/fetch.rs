@@ -53,7 +53,7 @@ impl Questions {
     async fn fetch(&self, path: &str) -> Result<Answer, String> {
         let response = self
             .upstream
-            .send(|| self.request(path))
+            .send(|| self.request(path), &mut 0)
             .await
             .map_err(|error| error.to_string())?;
         let (head, mut body) = response.into_parts();

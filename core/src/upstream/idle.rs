@@ -43,19 +43,32 @@ impl Upstream {
 
     /// Sends a request and waits for the response head. A reused connection that dies before a byte of
     /// the response is replaced once by a fresh one: the engine closed it as idle, nobody is at fault.
+    /// `calls` counts both, since the engine may have read the request before it died.
     pub async fn send(
         self: &Arc<Self>,
         request: impl Fn() -> Request<Full<Bytes>>,
+        calls: &mut u32,
     ) -> Result<Response<UpstreamBody>, SendError> {
         if let Some(mut connection) = self.take_idle().await {
             let sent = Instant::now();
+            *calls += 1;
             match connection.send(request()).await {
                 Ok(response) => return Ok(self.attach(response, connection)),
                 Err(_) if sent.elapsed() < STALE_NOTICED_WITHIN => {}
                 Err(error) => return Err(SendError::Reset(error)),
             }
         }
+        self.send_fresh(request, calls).await
+    }
+
+    /// As `send`, on a connection made for it.
+    pub async fn send_fresh(
+        self: &Arc<Self>,
+        request: impl Fn() -> Request<Full<Bytes>>,
+        calls: &mut u32,
+    ) -> Result<Response<UpstreamBody>, SendError> {
         let mut connection = self.connect().await?;
+        *calls += 1;
         let response = connection.send(request()).await.map_err(SendError::Reset)?;
         Ok(self.attach(response, connection))
     }
