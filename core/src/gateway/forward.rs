@@ -336,10 +336,13 @@ fn refusal(
             admitted.succeeded();
             Setback::Final(Failure::Engine(Box::new(answer)))
         }
-        ErrorClass::Busy => Setback::Elsewhere(Trouble {
-            text: answer.summary.clone(),
-            kind: TroubleKind::Answered(answer),
-        }),
+        ErrorClass::Busy => {
+            admitted.busy();
+            Setback::Elsewhere(Trouble {
+                text: answer.summary.clone(),
+                kind: TroubleKind::Answered(answer),
+            })
+        }
         ErrorClass::RetryOther | ErrorClass::Fatal => {
             admitted.fault(Fault::Status5xx);
             job.pool.metrics.upstream_error(UpstreamError::Status);

@@ -53,7 +53,11 @@ pub struct Relay {
 enum Phase {
     Open,
     /// The dialect's end was forwarded.
-    Ended(Pin<Box<Sleep>>),
+    Ended {
+        grace: Pin<Box<Sleep>>,
+        /// It ended with a CR, and the LF that may belong to it has not come yet.
+        owes_lf: bool,
+    },
     /// The error event was forwarded; the cut follows.
     Cutting(Cut),
     Done,
@@ -133,16 +137,20 @@ impl Relay {
                     self.phase = Phase::Done;
                     return Poll::Ready(Some(Err(unfinished)));
                 }
-                Phase::Ended(grace) => {
-                    let drained = matches!(
-                        self.events.poll_step(context),
-                        Poll::Ready(Step::End { .. } | Step::Broken(_))
-                    );
-                    if drained || grace.as_mut().poll(context).is_ready() {
-                        self.phase = Phase::Done;
-                        continue;
+                Phase::Ended { grace, owes_lf } => {
+                    let over = grace.as_mut().poll(context).is_ready();
+                    match self.events.poll_step(context) {
+                        _ if over => self.phase = Phase::Done,
+                        Poll::Ready(Step::End { .. } | Step::Broken(_)) => self.phase = Phase::Done,
+                        // What an engine says after its own end is nobody's business, save the rest of that end.
+                        Poll::Ready(Step::Events(batch)) => {
+                            if std::mem::take(owes_lf) && batch.bytes.starts_with(b"\n") {
+                                return Poll::Ready(Some(Ok(Frame::data(batch.bytes.slice(..1)))));
+                            }
+                        }
+                        Poll::Pending => return Poll::Pending,
                     }
-                    return Poll::Pending;
+                    continue;
                 }
                 Phase::Open => {}
             }
@@ -198,7 +206,10 @@ impl Relay {
             if self.dialect.ends(&event) {
                 let kept = edit.through(bytes, &event);
                 self.exchange.end(Ending::Complete);
-                self.phase = Phase::Ended(Box::pin(tokio::time::sleep(END_GRACE)));
+                self.phase = Phase::Ended {
+                    grace: Box::pin(tokio::time::sleep(END_GRACE)),
+                    owes_lf: kept.ends_with(b"\r"),
+                };
                 return Some(kept);
             }
             self.show_asked_model(&mut edit, bytes, &event);

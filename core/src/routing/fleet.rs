@@ -1,6 +1,6 @@
 //! The pools of all models, and how a new configuration becomes a new fleet without losing what still holds.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use foldhash::HashMap;
@@ -10,12 +10,16 @@ use super::pool::{Pool, Shared};
 use super::replica::Replica;
 use super::{probe, scrape};
 use crate::config::{Config, Endpoint, Model};
+use crate::flow::permit::Slots;
 use crate::telemetry::metrics::Metrics;
 
 /// The pools by the models' catalog names.
 #[derive(Default)]
 pub struct Fleet {
     pools: HashMap<Arc<str>, Arc<Pool>>,
+    /// The slots of every replica that has requests, by model and id: one that left and comes back, or is made anew
+    /// for another key or name, is the same engine with the same requests on it.
+    slots: HashMap<(Arc<str>, Arc<str>), Weak<Slots>>,
     /// What the replicas were made with; another one makes them anew.
     connect_timeout: Duration,
 }
@@ -32,6 +36,8 @@ impl Fleet {
     ) -> Fleet {
         let connect_timeout = config.limits.connect_timeout;
         let mut pools = HashMap::default();
+        let mut slots = before.slots.clone();
+        slots.retain(|_, slots| slots.strong_count() > 0);
         for model in &config.catalog.models {
             let old = before.pools.get(&model.name);
             let keep = (before.connect_timeout == connect_timeout)
@@ -47,8 +53,19 @@ impl Fleet {
                     kept(keep.map(Arc::as_ref), endpoint, &names).unwrap_or_else(|| {
                         let place = lock(&shared).join();
                         let changed = shared.changed.clone();
-                        let replica =
-                            Replica::new(endpoint.clone(), names, connect_timeout, place, changed);
+                        let key = (model.name.clone(), Replica::id(endpoint));
+                        let same = slots.get(&key).and_then(Weak::upgrade);
+                        let same = same.filter(|slots| slots.limit() == endpoint.slots);
+                        let own = same.unwrap_or_else(|| Slots::new(endpoint.slots));
+                        slots.insert(key, Arc::downgrade(&own));
+                        let replica = Replica::new(
+                            endpoint.clone(),
+                            names,
+                            connect_timeout,
+                            own,
+                            place,
+                            changed,
+                        );
                         tokio::spawn(probe::run(replica.clone(), policies.clone()));
                         tokio::spawn(scrape::run(
                             replica.clone(),
@@ -64,6 +81,7 @@ impl Fleet {
         }
         let fleet = Fleet {
             pools,
+            slots,
             connect_timeout,
         };
         fleet.retire_missing(before);

@@ -22,6 +22,8 @@ use crate::upstream::Upstream;
 
 /// A client that leaves after this long, with nothing heard from the replica meanwhile, makes it suspect.
 const SILENCE_SUSPECT_AFTER: Duration = Duration::from_secs(5);
+/// How long a replica that answered that it is busy gets requests only when all others are busy or full too.
+const BUSY_MS: u64 = 1_000;
 
 /// What the engine's own probes say.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,6 +81,8 @@ struct State {
     readiness: Readiness,
     breaker: Breaker,
     errors: ErrorsWindow,
+    /// Until then it is taken to be as busy as it said.
+    busy_until_ms: u64,
     learned: Learned,
     load: Load,
     /// When `load` was read; none was, where it is absent.
@@ -116,6 +120,7 @@ impl Replica {
         endpoint: Endpoint,
         names: Vec<Arc<str>>,
         connect_timeout: Duration,
+        slots: Arc<Slots>,
         prefix_slot: ReplicaSlot,
         pool_changed: Arc<Notify>,
     ) -> Arc<Replica> {
@@ -125,11 +130,11 @@ impl Replica {
             Some(value)
         });
         Arc::new(Replica {
-            id: format!("{}{}", endpoint.url.authority(), endpoint.url.base()).into(),
+            id: Replica::id(&endpoint),
             engine: Arc::from(endpoint.engine.as_str()),
             authorization,
             upstream: Upstream::new(endpoint.url.host(), endpoint.url.port(), connect_timeout),
-            slots: Slots::new(endpoint.slots),
+            slots,
             endpoint,
             names,
             prefix_slot,
@@ -140,12 +145,18 @@ impl Replica {
                 readiness: Readiness::Unknown,
                 breaker: Breaker::default(),
                 errors: ErrorsWindow::default(),
+                busy_until_ms: 0,
                 learned: Learned::default(),
                 load: Load::default(),
                 load_at_ms: None,
                 scrape_error: None,
             }),
         })
+    }
+
+    /// The name of this endpoint's replica.
+    pub fn id(endpoint: &Endpoint) -> Arc<str> {
+        format!("{}{}", endpoint.url.authority(), endpoint.url.base()).into()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -255,6 +266,7 @@ impl Replica {
             kv: state.load.kv,
             metrics_age_ms: state.load_at_ms.map(|at| now_ms.saturating_sub(at) as f64),
             errors_1m: state.errors.count(now_ms),
+            busy: now_ms < state.busy_until_ms,
             prefix_tokens,
         }
     }
@@ -332,6 +344,11 @@ impl Admitted {
         if trial {
             self.replica.pool_changed.notify_waiters();
         }
+    }
+
+    /// Busy is no fault. But it answers so fast that, with nothing in flight, it would attract all that comes.
+    pub fn busy(&mut self) {
+        self.replica.state().busy_until_ms = clock::now_ms() + BUSY_MS;
     }
 
     pub fn fault(&mut self, fault: Fault) {

@@ -56,6 +56,8 @@ pub struct Candidate {
     pub metrics_age_ms: Option<f64>,
     /// Faults within the last minute.
     pub errors_1m: u32,
+    /// It has just said that it is busy: as good as full.
+    pub busy: bool,
     /// Tokens of this prompt that the approximate index believes to be in its cache.
     pub prefix_tokens: u64,
 }
@@ -75,6 +77,7 @@ impl Default for Candidate {
             kv: None,
             metrics_age_ms: None,
             errors_1m: 0,
+            busy: false,
             prefix_tokens: 0,
         }
     }
@@ -97,7 +100,7 @@ impl Candidate {
     }
 
     fn is_full(&self) -> bool {
-        self.load() >= u64::from(self.slots.unwrap_or(SLOTS_UNKNOWN))
+        self.busy || self.load() >= u64::from(self.slots.unwrap_or(SLOTS_UNKNOWN))
     }
 
     /// Whether the engine's own numbers may be believed.
@@ -160,7 +163,7 @@ impl Reason {
 
 /// Chooses among candidates; `None` only where there are none.
 ///
-/// Candidates at their slot limit are considered only when all are. Among equal scores ([`TIE_MS`], [`TIE_SHARE`])
+/// Candidates at their slot limit, and those that just said that they are busy, are considered only when all are. Among equal scores ([`TIE_MS`], [`TIE_SHARE`])
 /// the one with the fewest own requests per slot is taken (plain requests, where a slot count is unknown), then the
 /// one whose engine reports the fewest, then one by `random`: prefill alone would send everything to a replica that
 /// is busy with streams. The same arguments give the same choice. Allocates nothing.

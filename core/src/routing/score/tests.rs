@@ -472,3 +472,24 @@ fn the_choice_is_always_one_that_the_rule_allows() {
         );
     }
 }
+
+#[test]
+fn one_that_is_busy_is_passed_over_until_all_are_busy_or_full() {
+    let busy = Candidate {
+        busy: true,
+        ..idle()
+    };
+    let loaded = Candidate {
+        inflight: 200,
+        prefill_tokens: 100_000,
+        ..idle()
+    };
+    assert_eq!(chosen(&[busy, loaded]), (1, Reason::OnlyFree));
+    assert_eq!(chosen(&[busy]), (0, Reason::OnlyOne));
+    let full = Candidate {
+        inflight: 256,
+        prefill_tokens: 100_000,
+        ..idle()
+    };
+    assert_eq!(chosen(&[busy, full]).0, 0);
+}
