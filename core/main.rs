@@ -66,6 +66,8 @@ fn server(arguments: ServerArguments) -> ExitCode {
     };
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .enable_all()
+        // Sockets are looked at more often than every 61 polls, so that small requests get in between floods.
+        .event_interval(13)
         .build()
     {
         Ok(runtime) => runtime,

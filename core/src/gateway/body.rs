@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
+use tokio::task::coop;
 use tokio::time::Sleep;
 
 use super::hold::Held;
@@ -76,14 +77,21 @@ impl Body for ClientBody {
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Unfinished>>> {
-        match self.get_mut() {
+        // A frame counts as a read does against what a task may do in one turn: else a stream whose engine and
+        // client are both fast would run on for 128 reads of hundreds of frames each, and starve all others.
+        let turn = std::task::ready!(coop::poll_proceed(context));
+        let polled = match self.get_mut() {
             ClientBody::Whole(body) => Pin::new(body)
                 .poll_frame(context)
                 .map_err(|never| match never {}),
             ClientBody::Passing(body) => body.poll_frame(context),
             ClientBody::Relay(body) => body.poll_frame(context),
             ClientBody::Held(body) => body.poll_frame(context),
+        };
+        if polled.is_ready() {
+            turn.made_progress();
         }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

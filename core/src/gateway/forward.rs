@@ -118,9 +118,15 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
 
 /// Chooses a replica and waits for its slot. Chooses again whenever the pool changes meanwhile.
 async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Failure> {
-    let pool = job.pool.clone();
     let started = Instant::now();
+    // Since when a replica without a probe is waited for.
+    let mut undecided_since = started;
+    let mut is_first_look = tried.is_empty();
     loop {
+        if !std::mem::take(&mut is_first_look) && job.follow_reload() {
+            undecided_since = Instant::now();
+        }
+        let pool = job.pool.clone();
         let changed = pool.changed.notified();
         tokio::pin!(changed);
         // Registered before the look, so that no change between the two is missed.
@@ -129,7 +135,7 @@ async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Fa
         let chosen = match pool.choose(&job.asked, &job.prompt, tried, &job.set, &view) {
             Ok(chosen) => chosen,
             Err(unavailable) => {
-                let left = FIRST_PROBE_WAIT.saturating_sub(started.elapsed());
+                let left = FIRST_PROBE_WAIT.saturating_sub(undecided_since.elapsed());
                 if !unavailable.undecided || left.is_zero() {
                     return Err(no_replica(job, unavailable));
                 }

@@ -131,6 +131,19 @@ impl Job {
         }
     }
 
+    /// Goes over to the model's present pool, where a reload made another one. True if it did.
+    pub fn follow_reload(&mut self) -> bool {
+        let runtime = self.gateway.runtime.load();
+        match runtime.fleet.pool(&self.pool.model.name) {
+            Some(now) if !Arc::ptr_eq(now, &self.pool) => {
+                self.pool = now.clone();
+                true
+            }
+            // A model that is gone keeps what it had for the requests that began with it.
+            _ => false,
+        }
+    }
+
     fn dialect_path(&self) -> &str {
         self.path_and_query
             .split_once('?')

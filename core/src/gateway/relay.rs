@@ -203,6 +203,8 @@ impl Relay {
                     continue;
                 }
             }
+            // The end has a name in it too: `response.completed` repeats the whole answer.
+            self.show_asked_model(&mut edit, bytes, &event);
             if self.dialect.ends(&event) {
                 let kept = edit.through(bytes, &event);
                 self.exchange.end(Ending::Complete);
@@ -212,7 +214,6 @@ impl Relay {
                 };
                 return Some(kept);
             }
-            self.show_asked_model(&mut edit, bytes, &event);
         }
         Some(edit.finish(&batch.bytes))
     }

@@ -52,6 +52,8 @@ impl Gateway {
             .map(|model| model.name.clone())
             .collect();
         self.runtime.store(Arc::new(runtime));
+        // Only now: they look at what is in force.
+        before.fleet.wake();
         self.telemetry
             .metrics
             .retain_models(|name| names.iter().any(|kept| **kept == *name));

@@ -96,6 +96,13 @@ impl Fleet {
         self.pools.values()
     }
 
+    /// Wakes all who wait for a replica, so that they look at the fleet that is in force now.
+    pub fn wake(&self) {
+        for pool in self.pools.values() {
+            pool.changed.notify_waiters();
+        }
+    }
+
     fn retire_missing(&self, before: &Fleet) {
         for (name, old) in &before.pools {
             let now = self.pools.get(name);
@@ -108,8 +115,6 @@ impl Fleet {
                     lock(&old.shared()).forget(replica.prefix_slot);
                 }
             }
-            // Those who wait for a replica that left look at the new pool's.
-            old.changed.notify_waiters();
         }
     }
 }

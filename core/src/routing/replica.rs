@@ -22,6 +22,8 @@ use crate::upstream::Upstream;
 
 /// A client that leaves after this long, with nothing heard from the replica meanwhile, makes it suspect.
 const SILENCE_SUSPECT_AFTER: Duration = Duration::from_secs(5);
+/// Fewer requests of our own prove nothing against an engine's numbers, which lag a little.
+const DISBELIEF_MIN_REQUESTS: u32 = 4;
 /// How long a replica that answered that it is busy gets requests only when all others are busy or full too.
 const BUSY_MS: u64 = 1_000;
 
@@ -236,6 +238,23 @@ impl Replica {
         state.load = load;
         state.load_at_ms = Some(clock::now_ms());
         state.scrape_error = None;
+    }
+
+    /// Forgets the engine's numbers where its page counts less than half of the requests that this gateway alone had
+    /// there while the page was read. Such a page is frozen, or counts something else: taken for idle, the replica
+    /// would attract all traffic. Unknown, its own in-flight count decides. Returns the contradiction.
+    pub fn disbelieved(&self, load: &Load, held: u32) -> Option<String> {
+        let counted = load.running? + load.waiting.unwrap_or(0.0);
+        if held < DISBELIEF_MIN_REQUESTS || counted * 2.0 >= f64::from(held) {
+            return None;
+        }
+        let mut state = self.state();
+        state.load = Load::default();
+        state.load_at_ms = None;
+        Some(
+            "they count less than half of the requests that this gateway alone has there"
+                .to_string(),
+        )
     }
 
     /// The numbers stay, with their age: stale lowers trust, it closes nothing. True when the text is new.

@@ -64,6 +64,7 @@ async fn scrape(
     let Some(names) = MetricNames::resolve(own.as_ref(), mapping, &vllm) else {
         return Some(format!("engine `{engine}` has no metrics"));
     };
+    let held_before = replica.slots.inflight();
     let page = match questions.get(&names.path).await {
         Ok(answer) if answer.status.is_success() => answer.body,
         Ok(answer) => return Some(format!("{} answers {}", names.path, answer.status.as_u16())),
@@ -90,6 +91,10 @@ async fn scrape(
     if load == Default::default() {
         return Some(format!("{} has none of the mapped names", names.path));
     }
-    replica.scraped(load);
-    None
+    let held = held_before.min(replica.slots.inflight());
+    let contradiction = replica.disbelieved(&load, held);
+    if contradiction.is_none() {
+        replica.scraped(load);
+    }
+    contradiction
 }
