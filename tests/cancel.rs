@@ -446,7 +446,7 @@ fn every_request_ends_while_engines_come_and_go() {
     // One engine was always there. What died in mid-answer can't all be repeated, and retries have a budget.
     let all = CLIENTS * REQUESTS;
     assert!(
-        answered * 100 >= all * 90,
+        answered * 100 >= all * 95,
         "{answered} of {all} were answered"
     );
     gateway.counters_are_zero();

@@ -320,7 +320,7 @@ fn four_hundred_streams_run_side_by_side() {
 fn no_proxy_on_the_way_is_allowed_to_hold_a_stream_back() {
     for (name, kind) in [("vllm", Kind::Vllm), ("llamacpp", Kind::Llamacpp)] {
         let (_engine, gateway) = one(kind, name);
-        for ask in ask::all().iter().filter(|ask| ask.end_mark != "") {
+        for ask in ask::all().iter().filter(|ask| !ask.end_mark.is_empty()) {
             let mut client = gateway.client();
             ask.send(&mut client, "{}");
             let answer = client.answer();

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 use fake_engine::{Kind, Options, Running, start};
 use harness::ask::{self, transcription};
-use harness::{Answer, Client, End, Gateway, PATIENCE, Setup, chat, data};
+use harness::{Answer, Client, End, Gateway, PATIENCE, Setup, chat};
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::pki_types::ServerName;
-use serde_json::{Value, json};
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
 /// Two models, of which the second has an alias and is served under another name, the third nowhere.
@@ -106,13 +106,19 @@ fn the_list_of_models_has_every_name_with_the_engines_own_card_though_a_replica_
 #[test]
 fn an_alias_reaches_the_engine_as_its_own_name_and_comes_back_as_the_clients() {
     let fleet = fleet();
-    for name in ["org/second:7b", "nick"] {
+    for (name, fake) in [
+        ("org/second:7b", "{}"),
+        ("nick", "{}"),
+        ("nick", r#"{"split":7}"#),
+        ("nick", r#"{"merge":5}"#),
+        ("nick", r#"{"crlf":true,"split":50}"#),
+    ] {
         for ask in ask::all() {
             let body = ask
                 .body
                 .replace("\"fake\"", &format!("\"{name}\""))
                 .replace("\nfake\r", &format!("\n{name}\r"));
-            let headers = [("content-type", ask.content_type)];
+            let headers = [("content-type", ask.content_type), ("x-fake", fake)];
             let answer = ask_with(&fleet.gateway, "POST", ask.path, &headers, &body);
             let text = answer.text();
             assert_eq!(
@@ -590,179 +596,10 @@ fn tls_offers_both_versions_of_http_and_the_client_chooses() {
     gateway.counters_are_zero();
 }
 
-// === Comments while an engine is silent ===
+// === Keys ===
 
-fn with_keepalive(kind: Kind, name: &str) -> (Running, Gateway) {
-    let engine = start(Options::new(kind)).unwrap();
-    let gateway = Setup::new()
-        .limit("keepalive", "60ms")
-        .model("fake", "")
-        .endpoint(name, &engine.url(), "")
-        .start();
-    gateway.ready("fake", 1);
-    (engine, gateway)
-}
-
-#[test]
-fn a_stream_whose_engine_is_silent_gets_comments_that_parsers_ignore() {
-    for (name, kind) in [("vllm", Kind::Vllm), ("llamacpp", Kind::Llamacpp)] {
-        let (engine, gateway) = with_keepalive(kind, name);
-        for ask in ask::streams() {
-            for fake in [r#"{"first_ms":300}"#, r#"{"tokens":2,"token_ms":300}"#] {
-                let mut client = gateway.client();
-                ask.send(&mut client, fake);
-                let answer = client.answer();
-                assert_eq!(
-                    (answer.status(), answer.end),
-                    (200, End::Complete),
-                    "{ask} {fake}"
-                );
-                let text = answer.text();
-                assert!(
-                    text.matches(": keep-alive\n\n").count() >= 2,
-                    "{name} {ask} {fake}: {text}"
-                );
-                assert!(
-                    answer
-                        .header("content-type")
-                        .unwrap()
-                        .starts_with("text/event-stream")
-                );
-                assert_eq!(answer.header("x-accel-buffering"), Some("no"));
-                let events: Vec<String> = data(&text);
-                assert!(
-                    events
-                        .iter()
-                        .all(|event| event == "[DONE]"
-                            || serde_json::from_str::<Value>(event).is_ok())
-                );
-                assert!(text.trim_end().contains(ask.end_mark), "{ask}: {text}");
-            }
-            // Cancelled while only comments flow.
-            let mut client = gateway.client();
-            ask.send(&mut client, r#"{"first_ms":60000}"#);
-            client.head();
-            client.body_until(": keep-alive");
-            drop(client);
-            let left = |state: &fake_engine::StateView| state.left >= 1;
-            engine.wait(harness::CANCEL_MAX, left).unwrap();
-            engine.wait(PATIENCE, |state| state.open == 0).unwrap();
-            engine.reset();
-        }
-        gateway.counters_are_zero();
-    }
-}
-
-#[test]
-fn a_refusal_after_a_comment_is_an_error_event_in_the_dialect_and_a_cut() {
-    let (_engine, gateway) = with_keepalive(Kind::Vllm, "vllm");
-    for ask in ask::streams() {
-        let mut client = gateway.client();
-        ask.send(
-            &mut client,
-            r#"{"first_ms":200,"status":400,"error_message":"too \"long\"\nreally"}"#,
-        );
-        let answer = client.answer();
-        let text = answer.text();
-        assert_eq!(answer.status(), 200, "{text}");
-        assert!(text.starts_with(": keep-alive\n\n"), "{text}");
-        assert_ne!(answer.end, End::Complete, "{ask}: {text}");
-        assert!(!text.contains(ask.end_mark), "{ask}: {text}");
-        let event: Value = serde_json::from_str(&data(&text).pop().unwrap()).unwrap();
-        let message = event["error"]["message"]
-            .as_str()
-            .or(event["message"].as_str())
-            .unwrap();
-        assert!(message.contains("too \"long\""), "{ask}: {message}");
-        let named = matches!(ask.path, "/v1/responses" | "/v1/messages");
-        assert_eq!(named, text.contains("event: error\n"), "{ask}: {text}");
-    }
-    // Who did not ask for a stream gets the status, however long it takes.
-    let answer = gateway.post(
-        "/v1/chat/completions",
-        &chat(false),
-        r#"{"first_ms":200,"status":400}"#,
-    );
-    assert_eq!(answer.status(), 400);
-}
-
-// === Assembled answers, usage ===
-
-/// What differs between two answers of one engine to one request.
-fn without_chance(mut answer: Value) -> Value {
-    for key in ["id", "created", "timings"] {
-        let value = &mut answer[key];
-        *value = Value::from(!value.is_null());
-    }
-    if let Some(choices) = answer["choices"].as_array_mut() {
-        for choice in choices {
-            for call in choice["message"]["tool_calls"]
-                .as_array_mut()
-                .into_iter()
-                .flatten()
-            {
-                call["id"] = Value::from(call["id"].is_string());
-            }
-        }
-    }
-    answer
-}
-
-#[test]
-fn a_whole_answer_put_together_from_llamacpps_stream_is_the_one_it_would_have_sent() {
-    let engine = start(Options::new(Kind::Llamacpp)).unwrap();
-    let gateway = Gateway::over("llamacpp", &[&engine]);
-    let tool = r#""tools":[{"type":"function","function":{"name":"weather","parameters":{}}}],"tool_choice":"required""#;
-    for more in [
-        "\"n\":1",
-        "\"n\":2",
-        "\"max_tokens\":3",
-        "\"logprobs\":true,\"top_logprobs\":2",
-        tool,
-    ] {
-        for (path, prompt) in [
-            (
-                "/v1/chat/completions",
-                r#""messages":[{"role":"user","content":"hello you"}]"#,
-            ),
-            ("/v1/completions", r#""prompt":"hello you""#),
-        ] {
-            let more = if path == "/v1/completions" {
-                more.replace("true,\"top_logprobs\":2", "2")
-            } else {
-                more.to_owned()
-            };
-            let body = format!(r#"{{"model":"fake",{prompt},{more}}}"#);
-            let mut direct = Client::new(engine.addr());
-            direct.post(path, &body, "");
-            let direct = direct.answer();
-            let through = gateway.post(path, &body, "");
-            assert_eq!(
-                (direct.status(), through.status()),
-                (200, 200),
-                "{}",
-                through.text()
-            );
-            assert_eq!(
-                without_chance(through.json()),
-                without_chance(direct.json()),
-                "{path} {more}"
-            );
-            assert_eq!(
-                through.header("content-type"),
-                direct.header("content-type")
-            );
-            let seen = engine.state().newest(path).unwrap().body.clone().unwrap();
-            assert!(
-                seen.contains("\"stream\":true"),
-                "it was not streamed: {seen}"
-            );
-        }
-    }
-}
-
-/// The hash of a key, as the configuration has it.
-fn hash(key: &str) -> String {
+/// The hash of an API key, as the configuration has it.
+fn key_hash(key: &str) -> String {
     let mut text = String::from("sha256:");
     for byte in Sha256::digest(key.as_bytes()) {
         let _ = write!(text, "{byte:02x}");
@@ -772,7 +609,7 @@ fn hash(key: &str) -> String {
 
 /// Two tenants: `all` may use everything, `some` only what begins with `fa`.
 fn with_tenants(engine: &Running, more: &str) -> Gateway {
-    let (all, some) = (hash("key-all"), hash("key-some"));
+    let (all, some) = (key_hash("key-all"), key_hash("key-some"));
     let gateway = Setup::new()
         .top(&format!(
             "tenants:\n  - {{name: all, keys: [\"{all}\"], models: [\"*\"]}}\n  - {{name: some, keys: [\"{some}\"], models: [\"fa*\"]}}"
@@ -785,70 +622,6 @@ fn with_tenants(engine: &Running, more: &str) -> Gateway {
     gateway.ready("fake", 1);
     gateway.ready("other", 1);
     gateway
-}
-
-#[test]
-fn usage_that_only_the_gateway_asked_for_is_counted_and_taken_out_again() {
-    let engine = start(Options::new(Kind::Vllm)).unwrap();
-    let gateway = with_tenants(&engine, "");
-    for ask in ask::streams().iter().filter(|ask| ask.end_mark == "[DONE]") {
-        for asked in [false, true] {
-            let body = match asked {
-                false => ask.body.clone(),
-                true => ask
-                    .body
-                    .replacen('{', r#"{"stream_options":{"include_usage":true},"#, 1),
-            };
-            let headers = [("authorization", "Bearer key-all")];
-            let answer = ask_with(&gateway, "POST", ask.path, &headers, &body);
-            assert_eq!((answer.status(), answer.end), (200, End::Complete));
-            let usage = data(&answer.text())
-                .iter()
-                .filter(|event| event.contains("\"usage\":{"))
-                .count();
-            assert_eq!(usage, usize::from(asked), "{ask}: {}", answer.text());
-            let chunks = data(&answer.text());
-            assert_eq!(chunks.last().unwrap(), "[DONE]");
-            assert!(
-                chunks
-                    .iter()
-                    .all(|chunk| !chunk.contains("\"choices\":[]") || asked),
-                "{chunks:#?}"
-            );
-            let seen = engine
-                .state()
-                .newest(ask.path)
-                .unwrap()
-                .body
-                .clone()
-                .unwrap();
-            assert!(seen.contains("\"include_usage\":true"), "{seen}");
-        }
-    }
-    // Both streams of both endpoints: 16 tokens each, as the engine counted them.
-    gateway.until("the tokens are counted", || {
-        gateway.metric("llmgw_tokens_total", "kind=\"output\"") == 64.0
-    });
-    gateway.await_log("output_tokens=16");
-}
-
-#[test]
-fn without_tenants_nobody_needs_the_usage_and_the_request_stays_as_it_is() {
-    let engine = start(Options::new(Kind::Vllm)).unwrap();
-    let gateway = Gateway::over("vllm", &[&engine]);
-    assert_eq!(
-        gateway
-            .post("/v1/chat/completions", &chat(true), "")
-            .status(),
-        200
-    );
-    let seen = engine
-        .state()
-        .newest("/v1/chat/completions")
-        .unwrap()
-        .body
-        .clone();
-    assert_eq!(seen, Some(chat(true)));
 }
 
 #[test]

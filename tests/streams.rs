@@ -721,3 +721,52 @@ fn every_failed_stream_is_on_record_as_one() {
         2.0
     );
 }
+
+#[test]
+fn an_error_in_one_packet_with_what_came_before_is_the_last_thing_the_client_sees() {
+    for (name, kind) in KINDS {
+        let engine = start(Options::new(kind)).unwrap();
+        let gateway = Gateway::over(name, &[&engine]);
+        for ask in ask::streams() {
+            for more in [
+                json!({"merge": 40}),
+                json!({"split": 3}),
+                json!({"crlf": true, "merge": 3}),
+            ] {
+                let mut fake =
+                    json!({"die_after": 4, "how": "error_event_then_done", "error_message": NASTY});
+                fake.as_object_mut()
+                    .unwrap()
+                    .extend(more.as_object().unwrap().clone());
+                let mut answer = send(&gateway, &ask, &fake);
+                let text = answer.text().replace("\r\n", "\n");
+                answer.body = text.into_bytes();
+                let case = format!("{name} {ask} {more}");
+                assert_eq!(assert_failed(&case, &ask, &answer), NASTY, "{case}");
+                assert!(
+                    answer.text().contains("t3"),
+                    "{case}: what came before is kept"
+                );
+                recover(&gateway);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_body_of_another_kind_that_breaks_off_is_cut_as_well() {
+    let engine = start(Options::new(Kind::Vllm)).unwrap();
+    let gateway = Gateway::over("vllm", &[&engine]);
+    for how in ["rst", "fin"] {
+        let headers = json!({"Content-Type": "audio/mpeg"});
+        let fake = json!({"die_after": 3, "how": how, "token_ms": 20, "headers": headers});
+        let answer = gateway.post("/v1/chat/completions", &chat(true), &fake.to_string());
+        assert_eq!(answer.status(), 200);
+        assert_ne!(answer.end, End::Complete, "{how}: {}", answer.text());
+        assert!(
+            !answer.text().contains("error"),
+            "{how}: no event belongs there"
+        );
+        recover(&gateway);
+    }
+}

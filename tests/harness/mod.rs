@@ -115,13 +115,18 @@ impl Setup {
             "" => String::new(),
             limits => format!("limits:\n{limits}"),
         };
-        // It may be given in full, with TLS.
-        let listen = match self.top.contains("listen:") {
+        // They may be given in full, with TLS or a token.
+        let given = |key: &str| self.top.lines().any(|line| line.starts_with(key));
+        let listen = match given("listen:") {
             true => "",
             false => "listen: 127.0.0.1:0\n",
         };
+        let admin = match given("admin:") {
+            true => "",
+            false => "admin: 127.0.0.1:0\n",
+        };
         let (top, models) = (&self.top, &self.models);
-        format!("{listen}admin: 127.0.0.1:0\nstate: state\n{top}{limits}models:\n{models}")
+        format!("{listen}{admin}state: state\n{top}{limits}models:\n{models}")
     }
 
     /// Starts the server and waits until it listens.

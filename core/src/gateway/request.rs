@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE};
 use http::request::Parts;
-use http::{HeaderMap, Method, Request, Response};
+use http::{HeaderMap, Method, Request, Response, Version};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use llmgw_plugins::{Band, BandSpec, PolicySet, RequestView, TenantView};
@@ -41,6 +41,7 @@ pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Respon
     let (parts, body) = request.into_parts();
     let request_id = headers::request_id(&parts.headers);
     let dialect = Dialect::of_path(parts.uri.path());
+    let version = parts.version;
     let mut record = Some(gateway.telemetry.open(AccessRecord {
         request_id: String::from_utf8_lossy(request_id.as_bytes()).into_owned(),
         method: parts.method.clone(),
@@ -55,6 +56,10 @@ pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Respon
         respond::failure(&failure, dialect)
     });
     response.headers_mut().insert(X_REQUEST_ID, request_id);
+    if gateway.is_draining() && version < Version::HTTP_2 {
+        let close = http::HeaderValue::from_static("close");
+        response.headers_mut().insert(CONNECTION, close);
+    }
     response
 }
 

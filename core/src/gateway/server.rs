@@ -3,8 +3,11 @@
 use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use http::{Request, Version};
+use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::conn::auto;
@@ -38,19 +41,25 @@ pub struct Listener {
     pub tls: Option<TlsAcceptor>,
 }
 
-/// Serves until `stop`; then no connection is accepted any more, idle ones are closed, and those with a request
-/// at work end after it. Returns the connections that are left, for the caller to wait for.
-pub async fn serve(
-    listener: Listener,
-    gateway: Arc<Gateway>,
-    stop: CancellationToken,
-) -> TaskTracker {
+/// How the end of serving is told.
+#[derive(Clone, Default)]
+pub struct Stop {
+    /// No connection is accepted any more, and new requests are refused.
+    pub begins: CancellationToken,
+    /// Nothing is at work: connections that are still open are closed.
+    pub is_idle: CancellationToken,
+}
+
+/// Serves until the stop begins; then no connection is accepted any more. Those that are open stay so while anything
+/// is at work, so that a request on one of them is told that it must go elsewhere, instead of meeting a closed socket.
+/// Returns the connections that are left, for the caller to wait for.
+pub async fn serve(listener: Listener, gateway: Arc<Gateway>, stop: Stop) -> TaskTracker {
     let builder = Arc::new(connection_builder());
     let connections = TaskTracker::new();
     loop {
         let accepted = tokio::select! {
             accepted = listener.tcp.accept() => accepted,
-            () = stop.cancelled() => break,
+            () = stop.begins.cancelled() => break,
         };
         let stream = match accepted {
             Ok((stream, _)) => stream,
@@ -98,7 +107,7 @@ async fn connection(
     tls: Option<TlsAcceptor>,
     builder: &auto::Builder<TokioExecutor>,
     gateway: Arc<Gateway>,
-    stop: CancellationToken,
+    stop: Stop,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     // An event leaves when it is written; Nagle would hold it back for the one before.
     stream.set_nodelay(true)?;
@@ -124,12 +133,14 @@ async fn drive<S>(
     departure: Arc<Departure>,
     builder: &auto::Builder<TokioExecutor>,
     gateway: Arc<Gateway>,
-    stop: CancellationToken,
+    stop: Stop,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
 where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 {
-    let service = service_fn(|request| {
+    let is_http2 = AtomicBool::new(false);
+    let service = service_fn(|request: Request<Incoming>| {
+        is_http2.store(request.version() == Version::HTTP_2, Ordering::Relaxed);
         let gateway = gateway.clone();
         async move { Ok::<_, Infallible>(request::handle(gateway, request).await) }
     });
@@ -137,7 +148,14 @@ where
     tokio::pin!(connection);
     tokio::select! {
         ended = departure.watch(connection.as_mut()) => return ended,
-        () = stop.cancelled() => {}
+        () = stop.begins.cancelled() => {}
+    }
+    // HTTP/2 has a message of its own for this, after which nothing more is asked.
+    if !is_http2.load(Ordering::Relaxed) {
+        tokio::select! {
+            ended = departure.watch(connection.as_mut()) => return ended,
+            () = stop.is_idle.cancelled() => {}
+        }
     }
     connection.as_mut().graceful_shutdown();
     departure.watch(connection.as_mut()).await

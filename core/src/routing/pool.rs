@@ -73,7 +73,7 @@ pub struct Pool {
     pub prefix: Arc<Mutex<PrefixIndex>>,
     pub lessons: Arc<Mutex<Lessons>>,
     /// The knobs of the native scorer, published by the policy tick.
-    pub weights: ArcSwap<RoutingWeights>,
+    pub weights: Arc<ArcSwap<RoutingWeights>>,
 }
 
 impl Pool {
@@ -90,7 +90,7 @@ impl Pool {
             changed: shared.changed,
             prefix: shared.prefix,
             lessons: shared.lessons,
-            weights: ArcSwap::from_pointee(RoutingWeights::default()),
+            weights: shared.weights,
         }
     }
 
@@ -99,6 +99,7 @@ impl Pool {
             changed: self.changed.clone(),
             prefix: self.prefix.clone(),
             lessons: self.lessons.clone(),
+            weights: self.weights.clone(),
         }
     }
 
@@ -294,11 +295,12 @@ impl Pool {
     }
 }
 
-/// What outlives a reload: what was learned stays learned.
+/// What outlives a reload: what was learned stays learned, and the knobs hold until the next tick.
 pub struct Shared {
     pub changed: Arc<Notify>,
     pub prefix: Arc<Mutex<PrefixIndex>>,
     pub lessons: Arc<Mutex<Lessons>>,
+    pub weights: Arc<ArcSwap<RoutingWeights>>,
 }
 
 impl Default for Shared {
@@ -307,6 +309,7 @@ impl Default for Shared {
             changed: Arc::default(),
             prefix: Arc::new(Mutex::new(PrefixIndex::new(PREFIX_INDEX_MAX_BLOCKS))),
             lessons: Arc::default(),
+            weights: Arc::default(),
         }
     }
 }

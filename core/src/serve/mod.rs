@@ -172,7 +172,7 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
 /// What ends what: clients first, the admin address last.
 #[derive(Default)]
 struct Stop {
-    clients: CancellationToken,
+    clients: server::Stop,
     background: CancellationToken,
     admin: CancellationToken,
 }
@@ -186,21 +186,28 @@ async fn drain(
 ) -> bool {
     let limit = gateway.runtime.load().config.limits.drain_timeout;
     gateway.drain();
-    stop.clients.cancel();
+    stop.clients.begins.cancel();
     let Ok(connections) = serving.await else {
         return false;
     };
     tracing::info!(
-        "stopping: {} connections left, at most {limit:?}; a second signal cuts them off",
-        connections.len()
+        "stopping: {} requests at work, at most {limit:?}; a second signal cuts them off",
+        gateway.telemetry.at_work.len()
     );
+    let at_work = &gateway.telemetry.at_work;
+    at_work.close();
+    let finished = async {
+        at_work.wait().await;
+        stop.clients.is_idle.cancel();
+        connections.wait().await;
+    };
     let done = tokio::select! {
-        () = connections.wait() => true,
+        () = finished => true,
         () = tokio::time::sleep(limit) => false,
         () = signals.stop() => false,
     };
     if !done {
-        tracing::warn!("{} connections were cut off", connections.len());
+        tracing::warn!("{} requests were cut off", at_work.len());
         let _ = tokio::time::timeout(LAST_WORDS, connections.wait()).await;
     }
     done

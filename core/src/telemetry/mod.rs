@@ -15,6 +15,9 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Instant;
 
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
+
 use access::{AccessRecord, Outcome};
 use buffer::AccessLog;
 use log::LogFormat;
@@ -25,6 +28,8 @@ pub struct Telemetry {
     /// Also read by the admin listener.
     pub metrics: Arc<Metrics>,
     access: AccessLog,
+    /// Requests whose records are open: what a shutdown waits for.
+    pub at_work: TaskTracker,
 }
 
 impl Telemetry {
@@ -40,6 +45,7 @@ impl Telemetry {
         Arc::new(Telemetry {
             metrics,
             access: AccessLog::start(format, sink, dropped),
+            at_work: TaskTracker::new(),
         })
     }
 
@@ -50,6 +56,7 @@ impl Telemetry {
             model: None,
             started: Instant::now(),
             record,
+            _at_work: self.at_work.token(),
         }
     }
 
@@ -66,6 +73,8 @@ pub struct OpenRecord {
     model: Option<Arc<ModelMetrics>>,
     started: Instant,
     record: AccessRecord,
+    /// Held for its Drop.
+    _at_work: TaskTrackerToken,
 }
 
 impl OpenRecord {

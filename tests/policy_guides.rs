@@ -1,0 +1,318 @@
+//! The guides of policies and engines, executed: their files are written, their commands run, their output compared.
+//!
+//! A fenced block `LANGUAGE PATH` is a file. In a `console` block `$ ` begins a command and what follows is what it
+//! prints; a line `...` stands for any lines. A command that ends in `&` runs until the guide's end. Ages, counts of
+//! failed calls and all numbers of `policy bench` differ from run to run and are not compared. There are no other
+//! blocks, so nothing in a guide goes unchecked.
+//!
+//! `LLMGW_UPDATE_DOCS=1` writes what was printed into the guides.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long the server may take to do what a guide says it does.
+const PATIENCE: Duration = Duration::from_secs(15);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// The addresses that guides use; the tests put free ones in their place.
+const CLIENTS: &str = "127.0.0.1:8080";
+const ADMIN: &str = "127.0.0.1:8081";
+/// As long as a port that the system chooses, so that columns are as wide.
+const ENGINE: &str = "127.0.0.1:30001";
+
+/// A guide being followed, in a directory of its own.
+struct Reader {
+    dir: PathBuf,
+    /// What the guide says, and what it is here.
+    addresses: Vec<(&'static str, String)>,
+    children: Vec<Child>,
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+#[test]
+fn the_guide_to_write_a_policy_is_true() {
+    follow("write-a-policy", None);
+}
+
+#[test]
+fn the_guide_to_add_an_engine_is_true() {
+    let engine = corvid();
+    follow("add-an-engine", Some(engine));
+}
+
+fn follow(name: &str, engine: Option<SocketAddr>) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("docs/guides/{name}.md"));
+    let text = std::fs::read_to_string(&path).unwrap();
+    let dir = std::env::temp_dir().join(format!("llmgw-guide-{}-{name}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let mut addresses = vec![(CLIENTS, free_address()), (ADMIN, free_address())];
+    addresses.extend(engine.map(|engine| (ENGINE, engine.to_string())));
+    let mut reader = Reader {
+        dir,
+        addresses,
+        children: Vec::new(),
+    };
+    let update = std::env::var_os("LLMGW_UPDATE_DOCS").is_some();
+    let mut written = String::new();
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        written.push_str(line);
+        written.push('\n');
+        let Some(kind) = line.strip_prefix("```") else {
+            continue;
+        };
+        let block: Vec<&str> = lines.by_ref().take_while(|line| *line != "```").collect();
+        match kind.split_once(' ') {
+            Some((_, path)) => {
+                reader.write(path, &block);
+                written.extend(block.iter().map(|line| format!("{line}\n")));
+            }
+            None if kind == "console" => written.push_str(&reader.console(name, &block, update)),
+            None => panic!("{name}: a block `{kind}` is neither a file nor a console"),
+        }
+        written.push_str("```\n");
+    }
+    if update {
+        std::fs::write(path, written).unwrap();
+    }
+}
+
+/// An address that was free a moment ago.
+fn free_address() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+impl Reader {
+    fn write(&self, path: &str, block: &[&str]) {
+        let path = self.dir.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, self.here(&(block.join("\n") + "\n"))).unwrap();
+    }
+
+    /// Runs the commands of a block; returns the block as it was printed.
+    fn console(&mut self, guide: &str, block: &[&str], update: bool) -> String {
+        let mut printed = String::new();
+        let mut at = 0;
+        while at < block.len() {
+            let command = block[at]
+                .strip_prefix("$ ")
+                .unwrap_or_else(|| panic!("{guide}: `{}` is no command", block[at]));
+            let end = (at + 1..block.len())
+                .find(|next| block[*next].starts_with("$ "))
+                .unwrap_or(block.len());
+            let expected = &block[at + 1..end];
+            let found = self.run(command, expected);
+            let same = matches(command, expected, &found);
+            assert!(
+                same || update,
+                "{guide}\n$ {command}\n--- the guide says\n{}\n--- it printed\n{}",
+                expected.join("\n"),
+                found.join("\n")
+            );
+            printed.push_str(&format!("$ {command}\n"));
+            let keep = same || expected.contains(&"...");
+            for line in found.iter().filter(|_| !keep) {
+                printed.push_str(&format!("{line}\n"));
+            }
+            for line in expected.iter().filter(|_| keep) {
+                printed.push_str(&format!("{line}\n"));
+            }
+            at = end;
+        }
+        printed
+    }
+
+    /// Runs a command once; one that only looks at the server, until it prints what is expected.
+    fn run(&mut self, command: &str, expected: &[&str]) -> Vec<String> {
+        if let Some(command) = command.strip_suffix('&') {
+            let mut shell = self.shell(&format!("exec {command} >/dev/null 2>&1"));
+            self.children.push(shell.spawn().unwrap());
+            return Vec::new();
+        }
+        if let Some(arguments) = command.strip_prefix("curl -s ") {
+            let answer = self.there(&post(&self.here(arguments)));
+            return answer.lines().map(str::to_owned).collect();
+        }
+        let looks = command.starts_with("llmgw ctl") && !command.contains("policies ");
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let output = self.shell(command).output().unwrap();
+            let text = self.there(&String::from_utf8(output.stdout).unwrap());
+            let lines: Vec<String> = text.lines().map(str::to_owned).collect();
+            if !looks || matches(command, expected, &lines) || Instant::now() > deadline {
+                return lines;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn shell(&self, command: &str) -> Command {
+        let binary = Path::new(env!("CARGO_BIN_EXE_llmgw")).parent().unwrap();
+        let path = std::env::var("PATH").unwrap_or_default();
+        let mut shell = Command::new("sh");
+        shell
+            .arg("-c")
+            .arg(format!("exec 2>&1; {}", self.here(command)))
+            .env("PATH", format!("{}:{path}", binary.display()))
+            .env("LLMGW_ADMIN", self.here(&format!("http://{ADMIN}")))
+            .env_remove("LLMGW_UPDATE_DOCS")
+            .current_dir(&self.dir)
+            .stdin(Stdio::null());
+        shell
+    }
+
+    fn here(&self, text: &str) -> String {
+        let replace = |text: String, (there, here): &(&str, String)| text.replace(there, here);
+        self.addresses.iter().fold(text.to_owned(), replace)
+    }
+
+    fn there(&self, text: &str) -> String {
+        let replace = |text: String, (there, here): &(&str, String)| text.replace(here, there);
+        self.addresses.iter().fold(text.to_owned(), replace)
+    }
+}
+
+/// What `curl -s http://ADDRESS/PATH -d 'BODY'` prints: not every machine that runs tests has one.
+fn post(arguments: &str) -> String {
+    let (url, body) = arguments.split_once(" -d ").unwrap();
+    let (address, path) = url
+        .strip_prefix("http://")
+        .unwrap()
+        .split_once('/')
+        .unwrap();
+    let body = body.trim_matches('\'');
+    let length = body.len();
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(
+        stream,
+        "POST /{path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
+    )
+    .unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+}
+
+/// Whether output is as expected, where `...` is any lines.
+fn matches(command: &str, expected: &[&str], found: &[String]) -> bool {
+    let Some(gap) = expected.iter().position(|line| *line == "...") else {
+        return expected.len() == found.len() && same(command, expected, found);
+    };
+    let after = &expected[gap + 1..];
+    if found.len() < gap || !same(command, &expected[..gap], &found[..gap]) {
+        return false;
+    }
+    (gap..=found.len()).any(|from| matches(command, after, &found[from..]))
+}
+
+fn same(command: &str, expected: &[&str], found: &[String]) -> bool {
+    expected
+        .iter()
+        .zip(found)
+        .all(|(expected, found)| steady(command, expected) == steady(command, found))
+}
+
+/// A line without what differs from run to run.
+fn steady(command: &str, line: &str) -> String {
+    if command.contains("policy bench") {
+        let words = line.split_whitespace().map(|word| match word {
+            "ns" | "us" | "ms" => "time",
+            word if word.starts_with(|c: char| c.is_ascii_digit()) => "number",
+            word => word,
+        });
+        return words.collect::<Vec<_>>().join(" ");
+    }
+    let words: Vec<&str> = line.split_whitespace().collect();
+    match words[..] {
+        ["llmgw", version, "up", _] => format!("llmgw {version} up"),
+        // A row of `hooks that fell back` ends with how often.
+        [hook, kind, _] if hook.contains('.') => format!("{hook} {kind}"),
+        [.., _, "ago"] => words[..words.len() - 2].join(" "),
+        _ => line.to_owned(),
+    }
+}
+
+/// The engine of the guide: an OpenAI server with paths, metric names and errors of its own. It ends with the tests.
+fn corvid() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            std::thread::spawn(move || answer(stream));
+        }
+    });
+    address
+}
+
+/// Answers requests on one connection until it ends.
+fn answer(stream: TcpStream) -> Option<()> {
+    let mut reader = BufReader::new(stream.try_clone().ok()?);
+    let mut stream = stream;
+    loop {
+        let (mut request, mut length) = (String::new(), 0);
+        reader
+            .read_line(&mut request)
+            .ok()
+            .filter(|read| *read > 0)?;
+        loop {
+            let mut header = String::new();
+            reader
+                .read_line(&mut header)
+                .ok()
+                .filter(|read| *read > 0)?;
+            if header.trim().is_empty() {
+                break;
+            }
+            if let Some((name, value)) = header.split_once(':')
+                && name.eq_ignore_ascii_case("content-length")
+            {
+                length = value.trim().parse().ok()?;
+            }
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).ok()?;
+        let body = String::from_utf8_lossy(&body);
+        let (status, kind, text) = match request.split(' ').nth(1)? {
+            "/livez" => ("200 OK", "text/plain", "alive\n"),
+            "/v1/models" => (
+                "200 OK",
+                "application/json",
+                r#"{"object":"list","data":[{"id":"raven-7b","object":"model"}]}"#,
+            ),
+            "/stats" => (
+                "200 OK",
+                "text/plain",
+                "corvid_active_requests 3\ncorvid_backlog 1\ncorvid_cache_percent 42\n",
+            ),
+            "/v1/chat/completions" if body.contains("too long") => (
+                "500 Internal Server Error",
+                "application/json",
+                r#"{"fault":"prompt_length","detail":"the prompt has 9000 tokens, 8192 is the limit"}"#,
+            ),
+            "/v1/chat/completions" => (
+                "200 OK",
+                "application/json",
+                r#"{"id":"1","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"Caw."},"finish_reason":"stop"}],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}"#,
+            ),
+            _ => ("404 Not Found", "text/plain", "no such path\n"),
+        };
+        let length = text.len();
+        write!(
+            stream,
+            "HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\n\r\n{text}"
+        )
+        .ok()?;
+    }
+}

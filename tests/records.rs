@@ -1,0 +1,319 @@
+//! What is written down about requests: one record each, the engines' own token counts, and no secrets.
+
+mod harness;
+#[path = "harness/more.rs"]
+mod more;
+
+use fake_engine::Kind;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use harness::{Gateway, Setup};
+use more::{at_once, await_records, chat_of, engine, record_of};
+
+const CHAT: &str = "/v1/chat/completions";
+const KEY: &str = "client-key-0c1d2e3f";
+const ENGINE_KEY: &str = "engine-key-4a5b6c7d";
+const ADMIN_TOKEN: &str = "admin-token-8e9f0a1b";
+const PROMPT: &str = "a prompt that is nobody else's business";
+
+fn tenants() -> String {
+    let digest = Sha256::digest(KEY.as_bytes());
+    let hash: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("tenants:\n  - {{name: research, keys: [\"sha256:{hash}\"]}}")
+}
+
+/// Sends a request with the tenant's key under this id; the client stays for the answer, or leaves at once.
+fn send(gateway: &Gateway, id: &str, body: &str, fake: &str, stays: bool) {
+    let bearer = format!("Bearer {KEY}");
+    let headers = [
+        ("content-type", "application/json"),
+        ("authorization", &*bearer),
+        ("x-request-id", id),
+        ("x-fake", fake),
+    ];
+    let mut client = gateway.client();
+    client.request("POST", CHAT, &headers, body.as_bytes());
+    if stays {
+        client.answer();
+    } else {
+        // Noticed by the gateway: an engine has the request by now.
+        gateway.until("it is at work", || {
+            gateway.replicas().iter().any(|row| row["inflight"] == 1)
+        });
+    }
+}
+
+#[test]
+fn every_request_has_one_record_however_it_ends() {
+    let engine = engine(Kind::Vllm, "{}");
+    let gateway = Setup::new()
+        .top("log: {format: json}")
+        .top(&tenants())
+        .limit("first_byte_timeout", "700ms")
+        .limit("idle_timeout", "700ms")
+        .model("fake", "aliases: [nick]")
+        .endpoint("vllm", &engine.url(), "")
+        // Their breakers open, so they have replicas of their own.
+        .model("broken", "")
+        .endpoint("vllm", &engine.url(), "serves: fake")
+        .model("silent", "")
+        .endpoint("vllm", &engine.url(), "serves: fake")
+        .start();
+    for model in ["fake", "broken", "silent"] {
+        gateway.ready(model, 1);
+    }
+    let cases = [
+        ("whole", "fake", false, "{}", true, 200, "ok", ""),
+        ("stream", "nick", true, "{}", true, 200, "ok", ""),
+        (
+            "engine-400",
+            "fake",
+            false,
+            r#"{"status":400}"#,
+            true,
+            400,
+            "engine_error",
+            "engine_error",
+        ),
+        (
+            "refused",
+            "broken",
+            false,
+            r#"{"refuse":true}"#,
+            true,
+            502,
+            "upstream_failed",
+            "upstream_failed",
+        ),
+        (
+            "cut",
+            "broken",
+            true,
+            r#"{"die_after":2}"#,
+            true,
+            200,
+            "upstream_failed",
+            "upstream_failed",
+        ),
+        (
+            "late",
+            "silent",
+            false,
+            r#"{"first_ms":60000}"#,
+            true,
+            504,
+            "upstream_failed",
+            "first_byte_timeout",
+        ),
+        (
+            "no-model",
+            "absent",
+            false,
+            "{}",
+            true,
+            404,
+            "refused",
+            "model_not_found",
+        ),
+        (
+            "left-early",
+            "fake",
+            false,
+            r#"{"first_ms":500}"#,
+            false,
+            0,
+            "client_left",
+            "",
+        ),
+        (
+            "left-late",
+            "fake",
+            true,
+            r#"{"token_ms":300}"#,
+            false,
+            200,
+            "client_left",
+            "",
+        ),
+    ];
+    for (id, model, stream, fake, stays, ..) in cases {
+        send(&gateway, id, &chat_of(model, stream), fake, stays);
+        gateway.counters_are_zero();
+    }
+    let mut stranger = gateway.client();
+    stranger.request("POST", CHAT, &[("x-request-id", "no-key")], b"{}");
+    assert_eq!(stranger.answer().status(), 401);
+    let records = await_records(&gateway, cases.len() + 1);
+    assert_eq!(records.len(), cases.len() + 1);
+    for (id, model, stream, _, stays, status, outcome, code) in cases {
+        let record = record_of(&records, id);
+        assert_eq!(record["outcome"], outcome, "{record}");
+        assert_eq!(record["code"], code, "{record}");
+        if stays {
+            assert_eq!(record["status"], status, "{record}");
+        }
+        assert_eq!(record["model_asked"], model, "{record}");
+        assert_eq!(record["tenant"], "research", "{record}");
+        if status != 404 {
+            assert_eq!(record["stream"], stream, "{record}");
+            assert_eq!(
+                record["replica"],
+                engine.addr().to_string().as_str(),
+                "{record}"
+            );
+        }
+        assert!(record["total_ms"].as_f64().unwrap() > 0.0, "{record}");
+    }
+    let stream = record_of(&records, "stream");
+    assert_eq!(
+        (&stream["model"], &stream["tokens_estimated"]),
+        (&json!("fake"), &json!(false))
+    );
+    assert_eq!(record_of(&records, "no-key")["code"], "invalid_api_key");
+    // The counters of `/metrics` are of the same requests.
+    assert_eq!(
+        gateway.metric("llmgw_requests_total", ""),
+        records.len() as f64
+    );
+    assert_eq!(
+        gateway.metric("llmgw_requests_total", "code=\"client_left\""),
+        2.0
+    );
+    assert_eq!(gateway.metric("llmgw_inflight_requests", ""), 0.0);
+}
+
+#[test]
+fn the_sum_of_tokens_is_what_the_engines_generated() {
+    for (kind, name) in [
+        (Kind::Vllm, "vllm"),
+        (Kind::Sglang, "sglang"),
+        (Kind::Llamacpp, "llamacpp"),
+    ] {
+        let engine = engine(kind, r#"{"tokens":7}"#);
+        let gateway = Setup::new()
+            .top("log: {format: json}")
+            .top(&tenants())
+            .model("fake", "")
+            .endpoint(name, &engine.url(), "")
+            .start();
+        gateway.ready("fake", 1);
+        at_once(20, |number| {
+            let body = chat_of("fake", number % 2 == 0);
+            send(&gateway, &format!("r{number}"), &body, "{}", true);
+        });
+        let records = await_records(&gateway, 20);
+        for record in &records {
+            assert_eq!(record["outcome"], "ok", "{name} {record}");
+        }
+        let sum = |field: &str| -> u64 {
+            let counts = records.iter().map(|record| record[field].as_u64().unwrap());
+            counts.sum()
+        };
+        assert_eq!(sum("output_tokens"), engine.state().tokens, "{name}");
+        assert_eq!(sum("output_tokens"), 140, "{name}");
+        assert!(
+            records
+                .iter()
+                .all(|record| record["tokens_estimated"] == false)
+        );
+        let shown = |kind: &str| gateway.metric("llmgw_tokens_total", kind);
+        assert_eq!(shown("kind=\"output\""), 140.0);
+        assert_eq!(shown("kind=\"input\""), sum("input_tokens") as f64);
+    }
+}
+
+#[test]
+fn a_stream_that_its_client_left_is_charged_for_what_was_seen() {
+    let engine = engine(Kind::Vllm, "{}");
+    let gateway = Setup::new()
+        .top("log: {format: json}")
+        .top(&tenants())
+        .model("fake", "")
+        .endpoint("vllm", &engine.url(), "")
+        .start();
+    gateway.ready("fake", 1);
+    let bearer = format!("Bearer {KEY}");
+    let headers = [
+        ("content-type", "application/json"),
+        ("authorization", &*bearer),
+        ("x-fake", r#"{"token_ms":20,"tokens":1000}"#),
+    ];
+    let mut client = gateway.client();
+    client.request("POST", CHAT, &headers, chat_of("fake", true).as_bytes());
+    assert_eq!(client.head().status, 200);
+    for _ in 0..10 {
+        client.body_until("data:");
+    }
+    drop(client);
+    let record: Value = await_records(&gateway, 1).remove(0);
+    assert_eq!(record["outcome"], "client_left");
+    assert_eq!(record["tokens_estimated"], true);
+    let output = record["output_tokens"].as_u64().unwrap();
+    let generated = engine.state().tokens;
+    assert!(
+        output >= 8 && output <= generated + 2,
+        "{output} of {generated}"
+    );
+    assert!(record["input_tokens"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn no_secret_and_no_prompt_is_ever_logged() {
+    for format in ["json", "text"] {
+        let engine = fake_engine::start(fake_engine::Options {
+            api_key: Some(ENGINE_KEY.to_owned()),
+            ..fake_engine::Options::new(Kind::Vllm)
+        })
+        .unwrap();
+        let gateway = Setup::new()
+            .top(&format!("log: {{format: {format}, level: trace}}"))
+            .top(&format!(
+                "admin: {{listen: \"127.0.0.1:0\", token: {ADMIN_TOKEN}}}"
+            ))
+            .top(&tenants())
+            .model("fake", "")
+            .endpoint("vllm", &engine.url(), &format!("api_key: {ENGINE_KEY}"))
+            .start();
+        let bodies = [
+            json!({"model": "fake", "messages": [{"role": "user", "content": PROMPT}]}),
+            json!({"model": "absent", "messages": [{"role": "user", "content": PROMPT}]}),
+            json!({"model": 7, "prompt": PROMPT}),
+        ];
+        let mut statuses = Vec::new();
+        gateway.await_log("ready, serves");
+        for body in &bodies {
+            for (header, value) in [
+                ("authorization", format!("Bearer {KEY}")),
+                ("x-api-key", KEY.to_owned()),
+                ("authorization", format!("Bearer wrong-{KEY}")),
+            ] {
+                let mut client = gateway.client();
+                let path = format!("{CHAT}?api_key={KEY}");
+                client.request(
+                    "POST",
+                    &path,
+                    &[(header, &value)],
+                    body.to_string().as_bytes(),
+                );
+                statuses.push(client.answer().status());
+            }
+        }
+        assert_eq!(statuses, [200, 200, 401, 404, 404, 401, 400, 400, 401]);
+        drop(gateway.admin_get("/v1/status"));
+        let mut admin = harness::Client::new(gateway.admin);
+        let bearer = format!("Bearer {ADMIN_TOKEN}");
+        admin.request("POST", "/v1/reload", &[("authorization", &bearer)], b"");
+        let answer = admin.answer();
+        assert_eq!(answer.status(), 200, "{}", answer.text());
+        gateway.await_log("/v1/chat/completions");
+        let log = gateway.log();
+        for secret in [KEY, ENGINE_KEY, ADMIN_TOKEN, PROMPT] {
+            let line = log.lines().find(|line| line.contains(secret));
+            assert_eq!(line, None, "`{secret}` is in the log");
+        }
+        for secret in [KEY, ENGINE_KEY, ADMIN_TOKEN] {
+            assert!(!answer.text().contains(secret));
+        }
+    }
+}
