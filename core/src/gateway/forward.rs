@@ -116,14 +116,31 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
     }
 }
 
-/// Chooses a replica and waits for its slot. Chooses again whenever the pool changes meanwhile.
+/// Chooses a replica and takes a slot of it. Most requests find both free, and need not be told of changes.
 async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Failure> {
     let started = Instant::now();
+    if !tried.is_empty() {
+        job.follow_reload();
+    }
+    if let Ok(chosen) = choose(job, tried)
+        && let Some(permit) = chosen.admitted.replica.slots.try_take(todo(job, &chosen))
+    {
+        note_queue(job, started);
+        return Ok((chosen, permit));
+    }
+    queue(job, tried, started).await
+}
+
+/// Waits for a slot, or for the first probe. Chooses again whenever the pool changes meanwhile.
+async fn queue(
+    job: &mut Job,
+    tried: &[Arc<str>],
+    started: Instant,
+) -> Result<(Chosen, Permit), Failure> {
     // Since when a replica without a probe is waited for.
     let mut undecided_since = started;
-    let mut is_first_look = tried.is_empty();
     loop {
-        if !std::mem::take(&mut is_first_look) && job.follow_reload() {
+        if job.follow_reload() {
             undecided_since = Instant::now();
         }
         let pool = job.pool.clone();
@@ -131,8 +148,7 @@ async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Fa
         tokio::pin!(changed);
         // Registered before the look, so that no change between the two is missed.
         changed.as_mut().enable();
-        let view = job.view(tried.len() as u32);
-        let chosen = match pool.choose(&job.asked, &job.prompt, tried, &job.set, &view) {
+        let chosen = match choose(job, tried) {
             Ok(chosen) => chosen,
             Err(unavailable) => {
                 let left = FIRST_PROBE_WAIT.saturating_sub(undecided_since.elapsed());
@@ -144,11 +160,7 @@ async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Fa
             }
         };
         let slots = chosen.admitted.replica.slots.clone();
-        let todo = job
-            .asked
-            .ask
-            .input_tokens
-            .saturating_sub(chosen.prefix_tokens);
+        let todo = todo(job, &chosen);
         if let Some(permit) = slots.try_take(todo) {
             note_queue(job, started);
             return Ok((chosen, permit));
@@ -176,6 +188,20 @@ async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Fa
             }
         }
     }
+}
+
+fn choose(job: &Job, tried: &[Arc<str>]) -> Result<Chosen, Unavailable> {
+    let view = job.view(tried.len() as u32);
+    job.pool
+        .choose(&job.asked, &job.prompt, tried, &job.set, &view)
+}
+
+/// Tokens of the prompt that the chosen replica has yet to read.
+fn todo(job: &Job, chosen: &Chosen) -> u64 {
+    job.asked
+        .ask
+        .input_tokens
+        .saturating_sub(chosen.prefix_tokens)
 }
 
 fn note_queue(job: &mut Job, started: Instant) {

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Method, Request, header};
+use http::uri::PathAndQuery;
+use http::{HeaderMap, Method, Request, header};
 use http_body_util::Full;
 use llmgw_plugins::{PolicySet, RequestView};
 
@@ -28,7 +29,7 @@ pub struct Job {
     /// Pinned for the whole request: no decision sees two generations.
     pub set: Arc<PolicySet>,
     pub method: Method,
-    pub path_and_query: String,
+    pub path_and_query: PathAndQuery,
     /// As an engine gets them, but for its own key and host.
     pub headers: HeaderMap,
     pub body: Body,
@@ -115,7 +116,7 @@ impl Job {
             .map_or(0.0, |record| record.started().elapsed().as_secs_f64() * 1e3);
         RequestView {
             model: &self.pool.model.name,
-            path: self.dialect_path(),
+            path: self.path_and_query.path(),
             stream: self.facts.stream,
             input_tokens: self.asked.ask.input_tokens,
             max_tokens: self.facts.max_tokens,
@@ -142,12 +143,6 @@ impl Job {
             // A model that is gone keeps what it had for the requests that began with it.
             _ => false,
         }
-    }
-
-    fn dialect_path(&self) -> &str {
-        self.path_and_query
-            .split_once('?')
-            .map_or(&self.path_and_query, |(path, _)| path)
     }
 
     /// The body as this engine needs it. Unchanged bytes where nothing has to change.
@@ -228,15 +223,16 @@ impl Job {
         *request.method_mut() = self.method.clone();
         let url = &replica.endpoint.url;
         *request.uri_mut() = if url.base().is_empty() {
-            self.path_and_query.parse()
+            self.path_and_query.clone().into()
         } else {
-            format!("{}{}", url.base(), self.path_and_query).parse()
-        }
-        // It was a client's valid path behind a checked base.
-        .unwrap_or_default();
+            // It was a client's valid path behind a checked base.
+            format!("{}{}", url.base(), self.path_and_query)
+                .parse()
+                .unwrap_or_default()
+        };
         let headers = request.headers_mut();
         *headers = self.headers.clone();
-        if let Ok(host) = HeaderValue::from_str(url.authority()) {
+        if let Some(host) = replica.host() {
             headers.insert(header::HOST, host);
         }
         if let Some(key) = replica.authorization() {

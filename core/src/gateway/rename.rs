@@ -1,9 +1,13 @@
 //! The name a client asked for, put where an engine wrote its own. No other byte changes.
 
+use std::sync::LazyLock;
+
 use bytes::Bytes;
+use memchr::memmem::Finder;
 
 use super::splice::{self, ModelFinder};
 use super::sse::Event;
+use super::usage::value_after;
 
 /// What an engine's bytes said about the model.
 pub enum Shown {
@@ -14,14 +18,32 @@ pub enum Shown {
     Renamed(Bytes),
 }
 
+static KEY: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\"model\""));
+
 /// Renames the model in a JSON answer.
 pub fn in_json(json: &Bytes, asked: &str) -> Bytes {
+    if names_only(json, asked) {
+        return json.clone();
+    }
     match splice::response_model_range(json) {
         Some(range) if !is_name(&json[range.clone()], asked) => {
             splice::replace_model(json, range, asked)
         }
         _ => json.clone(),
     }
+}
+
+/// Whether each `model` in the bytes has this name, however deep it stands: then whichever counts needs no change,
+/// and a search is enough where it would take a parse to tell them apart.
+fn names_only(json: &[u8], asked: &str) -> bool {
+    let mut places = KEY.find_iter(json).peekable();
+    places.peek().is_some()
+        && places.all(|at| {
+            value_after(json, at + "\"model\"".len())
+                .and_then(|value| value.strip_prefix(b"\""))
+                .and_then(|value| value.strip_prefix(asked.as_bytes()))
+                .is_some_and(|rest| rest.starts_with(b"\""))
+        })
 }
 
 /// Renames the model in one event, its `event:` line and line ends untouched.
@@ -73,6 +95,34 @@ mod tests {
             ("data: {\"x\":\"a \\\"model\\\":\\\"smol\\\"\"}\n\n", None),
         ] {
             assert_eq!(event_text(raw, "mine").as_deref(), expected, "{raw}");
+        }
+    }
+
+    #[test]
+    fn an_answer_under_another_name_is_renamed_wherever_else_the_asked_name_stands() {
+        for (json, expected) in [
+            (
+                r#"{"model":"mine","n":1.50}"#,
+                r#"{"model":"mine","n":1.50}"#,
+            ),
+            (
+                r#"{"model":"smol","n":1.50}"#,
+                r#"{"model":"mine","n":1.50}"#,
+            ),
+            (
+                r#"{"a":{"model":"mine"},"model" : "mine2"}"#,
+                r#"{"a":{"model":"mine"},"model" : "mine"}"#,
+            ),
+            (
+                r#"{"text":"\"model\":\"x\"","model":"smol"}"#,
+                r#"{"text":"\"model\":\"x\"","model":"mine"}"#,
+            ),
+            (r#"{"model":"mi\"ne"}"#, r#"{"model":"mine"}"#),
+            (r#"{"model":null}"#, r#"{"model":null}"#),
+            (r#"{"n":1}"#, r#"{"n":1}"#),
+        ] {
+            let renamed = in_json(&Bytes::copy_from_slice(json.as_bytes()), "mine");
+            assert_eq!(renamed, expected.as_bytes(), "{json}");
         }
     }
 

@@ -1,13 +1,17 @@
 //! A request's whole story, one line a step.
 
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE};
 use http::request::Parts;
+use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, Response, Version};
-use http_body_util::BodyExt;
+use http_body::Body as _;
 use hyper::body::Incoming;
 use llmgw_plugins::{Band, BandSpec, PolicySet, RequestView, TenantView};
 
@@ -22,6 +26,7 @@ use super::models;
 use super::multipart;
 use super::peek;
 use super::respond::{self, Failure};
+use super::silence::Silence;
 use super::state::{Gateway, Runtime};
 use crate::config::Model;
 use crate::random;
@@ -268,7 +273,9 @@ fn prepare(
         path_and_query: parts
             .uri
             .path_and_query()
-            .map_or_else(|| parts.uri.path().to_string(), ToString::to_string),
+            .cloned()
+            // Only `CONNECT` and `*` have none, and their paths begin with no `/v1/`.
+            .unwrap_or_else(|| PathAndQuery::from_static("/")),
         headers: parts.headers,
         body: understood.body,
         dialect,
@@ -371,8 +378,13 @@ async fn read_body(
     }
     let mut first = Bytes::new();
     let mut joined = BytesMut::new();
+    let mut silence = Silence::new(BODY_IDLE_TIMEOUT, None);
     loop {
-        let frame = match tokio::time::timeout(BODY_IDLE_TIMEOUT, body.frame()).await {
+        let polled = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
+            Poll::Ready(frame) => Poll::Ready(Ok(frame)),
+            Poll::Pending => silence.poll_due(context).map(Err),
+        });
+        let frame = match polled.await {
             Ok(Some(Ok(frame))) => frame,
             Ok(Some(Err(error))) => return Err(Failure::UnreadableBody(error.to_string())),
             Ok(None) => break,
@@ -381,6 +393,7 @@ async fn read_body(
                 return Err(Failure::UnreadableBody(text));
             }
         };
+        silence.heard();
         let Ok(chunk) = frame.into_data() else {
             continue;
         };

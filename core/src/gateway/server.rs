@@ -1,9 +1,12 @@
 //! Accepts clients, over plain TCP or TLS, and serves HTTP/1.1 and HTTP/2 on the same port.
 
 use std::convert::Infallible;
+use std::future::{Future, poll_fn};
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use http::{Request, Version};
@@ -27,6 +30,8 @@ const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const CONNECTION_BUFFER_MAX_BYTES: usize = 64 * 1024;
 /// Header fields of one request; more is answered with 431.
 const HEADERS_MAX: usize = 128;
+/// What an HTTP/2 client says first (RFC 9113, 3.4).
+const H2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const H2_STREAMS_MAX: u32 = 1_024;
 const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const H2_CONNECTION_WINDOW_BYTES: u32 = 4 * 1024 * 1024;
@@ -54,7 +59,7 @@ pub struct Stop {
 /// is at work, so that a request on one of them is told that it must go elsewhere, instead of meeting a closed socket.
 /// Returns the connections that are left, for the caller to wait for.
 pub async fn serve(listener: Listener, gateway: Arc<Gateway>, stop: Stop) -> TaskTracker {
-    let builder = Arc::new(connection_builder());
+    let builders = Arc::new(Builders::new());
     let connections = TaskTracker::new();
     loop {
         let accepted = tokio::select! {
@@ -69,16 +74,46 @@ pub async fn serve(listener: Listener, gateway: Arc<Gateway>, stop: Stop) -> Tas
                 continue;
             }
         };
-        let (builder, gateway, stop) = (builder.clone(), gateway.clone(), stop.clone());
+        let (builders, gateway, stop) = (builders.clone(), gateway.clone(), stop.clone());
         let tls = listener.tls.clone();
         connections.spawn(async move {
-            if let Err(error) = connection(stream, tls, &builder, gateway, stop).await {
+            if let Err(error) = connection(stream, tls, &builders, gateway, stop).await {
                 tracing::debug!("connection ended: {error}");
             }
         });
     }
     connections.close();
     connections
+}
+
+/// How connections are served, depending on what is known of their protocol.
+struct Builders {
+    /// Finds out by reading the first bytes and handing them on, which makes hyper double its read buffer: 8 KB for
+    /// as long as the connection lives.
+    either: auto::Builder<TokioExecutor>,
+    http1: auto::Builder<TokioExecutor>,
+}
+
+impl Builders {
+    fn new() -> Builders {
+        Builders {
+            either: connection_builder(),
+            http1: connection_builder().http1_only(),
+        }
+    }
+
+    /// Looks at a connection's first bytes without taking them. None: its client sent nothing.
+    async fn choose(
+        &self,
+        stream: &TcpStream,
+    ) -> io::Result<Option<&auto::Builder<TokioExecutor>>> {
+        let mut first = [0; H2_PREFACE.len()];
+        Ok(match stream.peek(&mut first).await? {
+            0 => None,
+            length if H2_PREFACE.starts_with(&first[..length]) => Some(&self.either),
+            _ => Some(&self.http1),
+        })
+    }
 }
 
 fn connection_builder() -> auto::Builder<TokioExecutor> {
@@ -105,7 +140,7 @@ fn connection_builder() -> auto::Builder<TokioExecutor> {
 async fn connection(
     stream: TcpStream,
     tls: Option<TlsAcceptor>,
-    builder: &auto::Builder<TokioExecutor>,
+    builders: &Builders,
     gateway: Arc<Gateway>,
     stop: Stop,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -114,6 +149,14 @@ async fn connection(
     let departure = Departure::of(&stream);
     match tls {
         None => {
+            let choosing = tokio::time::timeout(HEADER_READ_TIMEOUT, builders.choose(&stream));
+            let builder = tokio::select! {
+                chosen = choosing => chosen??,
+                () = stop.begins.cancelled() => None,
+            };
+            let Some(builder) = builder else {
+                return Ok(());
+            };
             let io = ClientIo::new(stream, departure.clone());
             drive(io, departure, builder, gateway, stop).await
         }
@@ -123,7 +166,7 @@ async fn connection(
                 .await
                 .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
             let io = ClientIo::new(stream, departure.clone());
-            drive(io, departure, builder, gateway, stop).await
+            drive(io, departure, &builders.either, gateway, stop).await
         }
     }
 }
@@ -141,14 +184,33 @@ where
     let is_http2 = AtomicBool::new(false);
     let service = service_fn(|request: Request<Incoming>| {
         is_http2.store(request.version() == Version::HTTP_2, Ordering::Relaxed);
-        let gateway = gateway.clone();
-        async move { Ok::<_, Infallible>(request::handle(gateway, request).await) }
+        // hyper keeps room for this future as long as the connection lives, several KB that a stream, whose
+        // request was handled long ago, needs no more. A box is freed with it.
+        let handling = Box::pin(request::handle(gateway.clone(), request));
+        async move { Ok::<_, Infallible>(handling.await) }
     });
     let connection = builder.serve_connection(io, service);
     tokio::pin!(connection);
-    tokio::select! {
-        ended = departure.watch(connection.as_mut()) => return ended,
-        () = stop.begins.cancelled() => {}
+    let ended = {
+        let mut serving = pin!(departure.watch(connection.as_mut()));
+        let mut stopped = pin!(stop.begins.cancelled());
+        let mut is_registered = false;
+        poll_fn(|context| {
+            if let Poll::Ready(ended) = serving.as_mut().poll(context) {
+                return Poll::Ready(Some(ended));
+            }
+            // A look at the token takes a lock that all connections share, so it is not taken with every event:
+            // once, to be woken by it, and again when the gateway drains, which is what comes before the stop.
+            if is_registered && !gateway.is_draining() {
+                return Poll::Pending;
+            }
+            is_registered = true;
+            stopped.as_mut().poll(context).map(|()| None)
+        })
+        .await
+    };
+    if let Some(ended) = ended {
+        return ended;
     }
     // HTTP/2 has a message of its own for this, after which nothing more is asked.
     if !is_http2.load(Ordering::Relaxed) {

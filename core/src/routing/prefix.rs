@@ -14,8 +14,6 @@ use foldhash::quality::SeedableRandomState;
 /// `(block size in bytes, where blocks of this size end)`: fine where system prompts differ, coarse where only long conversations go on.
 const BLOCK_TIERS: [(usize, usize); 3] =
     [(256, 2 << 10), (1 << 10, 16 << 10), (4 << 10, 256 << 10)];
-/// The largest block, in bytes.
-const BLOCK_MAX_BYTES: usize = 4 << 10;
 /// Blocks of the longest prompt: 8 + 14 + 60. What comes after 256 KiB isn't looked at.
 pub const PREFIX_BLOCKS_MAX: usize = 82;
 /// Default capacity of an index, in blocks of all its prompts.
@@ -50,36 +48,34 @@ static BLOCK_ENDS: [u32; PREFIX_BLOCKS_MAX] = {
 /// The chained hashes of a prompt's blocks. A last block that isn't full is left out.
 #[derive(Debug, Clone)]
 pub struct PromptHashes {
-    hashes: [u64; PREFIX_BLOCKS_MAX],
-    len: usize,
+    hashes: Vec<u64>,
 }
 
 impl PromptHashes {
-    /// Hashes the concatenation of the parts; how it was divided makes no difference. Allocates nothing.
+    /// Hashes the concatenation of the parts; how it was divided makes no difference.
     pub fn of(parts: &[&[u8]]) -> PromptHashes {
-        let mut prompt = PromptHashes {
-            hashes: [0; PREFIX_BLOCKS_MAX],
-            len: 0,
-        };
+        let mut prompt = PromptHashes { hashes: Vec::new() };
         // A block that spans parts is put together here, the others are hashed where they lie.
-        let mut spanning = [0u8; BLOCK_MAX_BYTES];
-        let (mut held, mut offset) = (0, 0);
-        for part in parts {
+        let mut spanning = Vec::new();
+        let mut offset = 0;
+        for (index, part) in parts.iter().enumerate() {
+            let is_last = index + 1 == parts.len();
             let mut rest = *part;
             while let Some(size) = block_bytes(offset) {
-                let needed = size - held;
+                let needed = size - spanning.len();
                 if rest.len() < needed {
-                    spanning[held..held + rest.len()].copy_from_slice(rest);
-                    held += rest.len();
+                    if !is_last {
+                        spanning.extend_from_slice(rest);
+                    }
                     break;
                 }
                 let (block, after) = rest.split_at(needed);
-                if held == 0 {
+                if spanning.is_empty() {
                     prompt.push(block);
                 } else {
-                    spanning[held..size].copy_from_slice(block);
-                    prompt.push(&spanning[..size]);
-                    held = 0;
+                    spanning.extend_from_slice(block);
+                    prompt.push(&spanning);
+                    spanning.clear();
                 }
                 rest = after;
                 offset += size;
@@ -90,25 +86,24 @@ impl PromptHashes {
 
     /// How many whole blocks the prompt has.
     pub fn len(&self) -> usize {
-        self.len
+        self.hashes.len()
     }
 
     /// Whether the prompt is too short to have one.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.hashes.is_empty()
     }
 
     fn push(&mut self, block: &[u8]) {
-        let before = self.as_slice().last().copied().unwrap_or(0);
+        let before = self.hashes.last().copied().unwrap_or(0);
         let mut hasher =
             SeedableRandomState::with_seed(before, SharedSeed::global_random()).build_hasher();
         hasher.write(block);
-        self.hashes[self.len] = hasher.finish();
-        self.len += 1;
+        self.hashes.push(hasher.finish());
     }
 
     fn as_slice(&self) -> &[u64] {
-        &self.hashes[..self.len]
+        &self.hashes
     }
 }
 
@@ -196,7 +191,7 @@ impl PrefixIndex {
     /// Notes that this replica now has the prompt in its cache.
     pub fn insert(&mut self, prompt: &PromptHashes, slot: ReplicaSlot) {
         let Some(mask) = self.mask(slot) else { return };
-        let blocks = &prompt.as_slice()[..prompt.len.min(self.half_blocks)];
+        let blocks = &prompt.as_slice()[..prompt.len().min(self.half_blocks)];
         // Before, not in between: the blocks of one prompt stay in one generation.
         if self.young.len() + blocks.len() > self.half_blocks {
             std::mem::swap(&mut self.young, &mut self.old);

@@ -63,6 +63,8 @@ pub struct Replica {
     pub endpoint: Endpoint,
     /// `Bearer KEY`, where the engine asks for one; marked as sensitive.
     authorization: Option<HeaderValue>,
+    /// What its requests say in `Host`.
+    host: Option<HeaderValue>,
     /// Names under which the engine may list the model, best first.
     pub names: Vec<Arc<str>>,
     pub upstream: Arc<Upstream>,
@@ -135,6 +137,7 @@ impl Replica {
             id: Replica::id(&endpoint),
             engine: Arc::from(endpoint.engine.as_str()),
             authorization,
+            host: HeaderValue::from_str(endpoint.url.authority()).ok(),
             upstream: Upstream::new(endpoint.url.host(), endpoint.url.port(), connect_timeout),
             slots,
             endpoint,
@@ -167,6 +170,10 @@ impl Replica {
 
     pub fn authorization(&self) -> Option<HeaderValue> {
         self.authorization.clone()
+    }
+
+    pub fn host(&self) -> Option<HeaderValue> {
+        self.host.clone()
     }
 
     // Readiness.
