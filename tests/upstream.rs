@@ -145,6 +145,23 @@ fn hosts_that_take_no_connections_are_tried_no_more_often_than_the_limit_says() 
 }
 
 #[test]
+fn a_burst_that_meets_a_lost_host_fails_no_request_whatever_the_retry_budget_says() {
+    let mut lost = Fading::start();
+    let well = engine(Kind::Openai, "{}");
+    let setup = Setup::new()
+        .limit("connect_timeout", "500ms")
+        .model("fake", "");
+    let gateway = setup
+        .endpoint("openai", &format!("http://{}", lost.addr), "")
+        .endpoint("openai", &well.url(), "")
+        .start();
+    gateway.ready("fake", 2);
+    lost.vanish();
+    assert_ok(&at_once(100, |_| gateway.post(CHAT, &chat(false), "")));
+    assert_eq!(well.state().total, 100);
+}
+
+#[test]
 fn an_engine_that_is_silent_before_the_first_byte_costs_the_first_byte_timeout() {
     let engine = engine(Kind::Vllm, "{}");
     let setup = Setup::new()

@@ -46,6 +46,8 @@ struct Trouble {
 }
 
 enum TroubleKind {
+    /// No connection was made: the engine knows nothing of it.
+    Unreachable,
     Transport,
     Silent(Duration),
     Answered(EngineAnswer),
@@ -88,8 +90,10 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
             // Nobody is left to try: what went wrong before says more than that.
             Err(_) => return Err(verdict(troubles)),
         };
-        if !troubles.is_empty() {
-            if !job.gateway.retry_budget.withdraw(clock::now_ms()) {
+        if let Some(last) = troubles.last() {
+            // A call that no engine got multiplies nothing, so it is free.
+            let is_free = matches!(last.kind, TroubleKind::Unreachable);
+            if !is_free && !job.gateway.retry_budget.withdraw(clock::now_ms()) {
                 let text = "no more retries: the gateway's retry budget is spent".to_string();
                 return Err(verdict_with(troubles, text));
             }
@@ -320,18 +324,22 @@ fn unsent(
     admitted: &mut crate::routing::replica::Admitted,
     error: SendError,
 ) -> Setback {
-    let (fault, kind) = match &error {
-        SendError::Connect(_) => (Fault::Connect, UpstreamError::Connect),
-        SendError::ConnectTimeout(_) => (Fault::Connect, UpstreamError::ConnectTimeout),
-        SendError::Reset(_) => (Fault::Reset, UpstreamError::Closed),
+    let (fault, counted, kind) = match &error {
+        SendError::Connect(_) => (
+            Fault::Connect,
+            UpstreamError::Connect,
+            TroubleKind::Unreachable,
+        ),
+        SendError::ConnectTimeout(_) => (
+            Fault::Connect,
+            UpstreamError::ConnectTimeout,
+            TroubleKind::Unreachable,
+        ),
+        SendError::Reset(_) => (Fault::Reset, UpstreamError::Closed, TroubleKind::Transport),
     };
     admitted.fault(fault);
-    job.pool.metrics.upstream_error(kind);
-    elsewhere(
-        &admitted.replica.id,
-        &error.to_string(),
-        TroubleKind::Transport,
-    )
+    job.pool.metrics.upstream_error(counted);
+    elsewhere(&admitted.replica.id, &error.to_string(), kind)
 }
 
 /// An engine said no, or nothing that is an answer.
@@ -405,7 +413,9 @@ fn verdict(troubles: Vec<Trouble>) -> Failure {
         // What an engine said itself is the better answer.
         Some(TroubleKind::Answered(answer)) => Failure::Engine(Box::new(answer)),
         Some(TroubleKind::Silent(limit)) => Failure::FirstByteTimeout { limit, attempts },
-        Some(TroubleKind::Transport) | None => Failure::UpstreamFailed { attempts },
+        Some(TroubleKind::Transport | TroubleKind::Unreachable) | None => {
+            Failure::UpstreamFailed { attempts }
+        }
     }
 }
 
