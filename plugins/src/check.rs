@@ -66,7 +66,13 @@ fn warnings(set: &PolicySet) -> Result<Vec<PolicyError>, Fault> {
         let mut least = None;
         for round in 0..ROUNDS {
             // It passed the same call at load.
-            let _ = example::call(&mut vm, hook, &set.bands, round);
+            let _ = example::call(
+                &mut vm,
+                hook,
+                &set.bands,
+                round,
+                &format!("session-{round}"),
+            );
             // What grows now and then, such as a stack, is not the script's.
             least = least.min(Some(vm.cost().bytes)).or(Some(vm.cost().bytes));
         }

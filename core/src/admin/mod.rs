@@ -1,6 +1,7 @@
 //! The admin listener: `/metrics`, health, and JSON for `llmgw ctl`. Binds to loopback by default.
 
 pub mod page;
+pub mod policies;
 pub mod routes;
 pub mod status;
 

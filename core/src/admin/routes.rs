@@ -14,6 +14,7 @@ use subtle::ConstantTimeEq;
 
 use super::Admin;
 use super::page::metrics_page;
+use super::policies::{self, ActionError, PolicyAction};
 use crate::telemetry::exposition;
 
 /// No route needs more of a body than this.
@@ -32,10 +33,11 @@ enum Route {
     Models,
     Replicas,
     Policies,
+    ChangePolicies(PolicyAction),
     Reload,
 }
 
-const ROUTES: [(&str, Route); 8] = [
+const ROUTES: [(&str, Route); 12] = [
     ("/metrics", Route::Metrics),
     ("/healthz", Route::Health),
     ("/readyz", Route::Ready),
@@ -43,6 +45,19 @@ const ROUTES: [(&str, Route); 8] = [
     ("/v1/models", Route::Models),
     ("/v1/replicas", Route::Replicas),
     ("/v1/policies", Route::Policies),
+    (
+        "/v1/policies/rollback",
+        Route::ChangePolicies(PolicyAction::Rollback),
+    ),
+    ("/v1/policies/pin", Route::ChangePolicies(PolicyAction::Pin)),
+    (
+        "/v1/policies/unpin",
+        Route::ChangePolicies(PolicyAction::Unpin),
+    ),
+    (
+        "/v1/policies/untrip",
+        Route::ChangePolicies(PolicyAction::Untrip),
+    ),
     ("/v1/reload", Route::Reload),
 ];
 
@@ -54,7 +69,8 @@ enum Refusal {
     CrossOrigin,
     Body,
     ReloadFailed(String),
-    ReloadDied,
+    Policies(ActionError),
+    Died(&'static str),
 }
 
 /// Answers any request on the admin listener.
@@ -75,8 +91,10 @@ async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, R
         return Err(Refusal::Token);
     }
     let route = route.ok_or_else(|| Refusal::NotFound(request.uri().path().to_owned()))?;
-    if route == Route::Reload {
-        return reload(admin, request).await;
+    match route {
+        Route::Reload => return reload(admin, request).await,
+        Route::ChangePolicies(action) => return change_policies(admin, action, request).await,
+        _ => {}
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
         return Err(Refusal::Method("GET, HEAD"));
@@ -88,7 +106,9 @@ async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, R
         Route::Status => json_answer(StatusCode::OK, &(admin.report)()),
         Route::Models => json_answer(StatusCode::OK, &json!({"models": (admin.report)().models})),
         Route::Replicas => replicas(admin),
-        Route::Policies | Route::Reload => json_answer(StatusCode::OK, &policy_status(admin).await),
+        Route::Policies | Route::ChangePolicies(_) | Route::Reload => {
+            json_answer(StatusCode::OK, &policy_status(admin).await)
+        }
     })
 }
 
@@ -137,6 +157,41 @@ fn replicas(admin: &Admin) -> Answer {
 }
 
 async fn reload(admin: &Admin, request: Request<Incoming>) -> Result<Answer, Refusal> {
+    accept_change(request).await?;
+    let reload = admin.reload.clone();
+    // It reads files and checks policies: not on the threads that relay streams.
+    match tokio::task::spawn_blocking(move || reload()).await {
+        Ok(Ok(message)) => Ok(json_answer(StatusCode::OK, &json!({"message": message}))),
+        Ok(Err(reason)) => Err(Refusal::ReloadFailed(reason)),
+        Err(_) => Err(Refusal::Died("the reload")),
+    }
+}
+
+async fn change_policies(
+    admin: &Admin,
+    action: PolicyAction,
+    request: Request<Incoming>,
+) -> Result<Answer, Refusal> {
+    let query = request.uri().query().map(str::to_owned);
+    accept_change(request).await?;
+    let policies = admin.policies.clone();
+    let change = move || {
+        let message = policies::act(&policies, action, query.as_deref())?;
+        Ok((message, policies.status()))
+    };
+    // It may wait for a reload, or be one.
+    match tokio::task::spawn_blocking(change).await {
+        Ok(Ok((message, status))) => Ok(json_answer(
+            StatusCode::OK,
+            &json!({"message": message, "policies": status}),
+        )),
+        Ok(Err(error)) => Err(Refusal::Policies(error)),
+        Err(_) => Err(Refusal::Died("the change of policies")),
+    }
+}
+
+/// Whether a request may change something: sent as POST, by no web page, with a small body that is read and ignored.
+async fn accept_change(request: Request<Incoming>) -> Result<(), Refusal> {
     if request.method() != Method::POST {
         return Err(Refusal::Method("POST"));
     }
@@ -149,13 +204,7 @@ async fn reload(admin: &Admin, request: Request<Incoming>) -> Result<Answer, Ref
     if !matches!(body, Ok(Ok(_))) {
         return Err(Refusal::Body);
     }
-    let reload = admin.reload.clone();
-    // It reads files and checks policies: not on the threads that relay streams.
-    match tokio::task::spawn_blocking(move || reload()).await {
-        Ok(Ok(message)) => Ok(json_answer(StatusCode::OK, &json!({"message": message}))),
-        Ok(Err(reason)) => Err(Refusal::ReloadFailed(reason)),
-        Err(_) => Err(Refusal::ReloadDied),
-    }
+    Ok(())
 }
 
 /// Whether the request carries the token, if there is one. The comparison takes as long for any wrong token of the
@@ -205,9 +254,17 @@ fn refuse(refusal: Refusal) -> Answer {
             "reload_failed",
             reason.clone(),
         ),
-        Refusal::ReloadDied => {
-            let message = "the reload panicked; what was in force still is, see the log".to_owned();
-            (StatusCode::INTERNAL_SERVER_ERROR, "reload_died", message)
+        Refusal::Policies(error) => {
+            let status = match error {
+                ActionError::Generation(_) => StatusCode::BAD_REQUEST,
+                ActionError::UnknownGeneration(_) => StatusCode::NOT_FOUND,
+                ActionError::DirectoryBroken(_) => StatusCode::UNPROCESSABLE_ENTITY,
+            };
+            (status, error.code(), error.message().to_owned())
+        }
+        Refusal::Died(what) => {
+            let message = format!("{what} panicked; what was in force still is, see the log");
+            (StatusCode::INTERNAL_SERVER_ERROR, "died", message)
         }
     };
     let kind = if status.is_server_error() {

@@ -190,6 +190,35 @@ async fn what_is_refused_says_why() {
             "cross_origin",
         ),
         ("POST", "/v1/reload", big.as_str(), 413, "body_too_large"),
+        ("GET", "/v1/policies/pin", "", 405, "method_not_allowed"),
+        (
+            "POST",
+            "/v1/policies/untrip",
+            "origin: http://evil.example\r\ncontent-length: 0\r\n",
+            403,
+            "cross_origin",
+        ),
+        (
+            "POST",
+            "/v1/policies/pin",
+            "content-length: 0\r\n",
+            400,
+            "invalid_generation",
+        ),
+        (
+            "POST",
+            "/v1/policies/pin?generation=9",
+            "content-length: 0\r\n",
+            404,
+            "unknown_generation",
+        ),
+        (
+            "POST",
+            "/v1/policies/rollback",
+            "content-length: 0\r\n",
+            404,
+            "unknown_generation",
+        ),
     ];
     for (method, path, headers, status, code) in cases {
         let headers = if code == "body_too_large" {

@@ -5,8 +5,9 @@
 
 mod client;
 mod key;
+mod policies;
 mod show;
-mod table;
+pub(crate) mod table;
 
 use std::fmt;
 use std::io::{IsTerminal, Write};
@@ -17,6 +18,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::Value;
 
 use client::{Admin, ClientError};
+pub use policies::PoliciesCommand;
 
 /// `ctl status --watch` asks this often.
 const WATCH_INTERVAL_MS: u64 = 2000;
@@ -77,8 +79,11 @@ pub enum CtlCommand {
     Models,
     /// Every replica: state, load, and why it is not ready.
     Replicas,
-    /// The policy set in force, and why a newer one is not.
-    Policies,
+    /// The policy set in force, and why a newer one is not; or choose another one.
+    Policies {
+        #[command(subcommand)]
+        change: Option<PoliciesCommand>,
+    },
     /// Reload configuration and policies now.
     Reload,
     /// API keys of tenants.
@@ -178,11 +183,17 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
             command: KeyCommand::New { tenant },
         } => return new_key(tenant, args.format, out),
         CtlCommand::Reload => return reload(args, out).await,
+        CtlCommand::Policies {
+            change: Some(change),
+        } => {
+            let admin = Admin::new(&args.admin, args.token.as_deref())?;
+            return policies::change(&admin, *change, args.format, out).await;
+        }
         CtlCommand::Status { watch: true } => return watch(args, out, terminal).await,
         CtlCommand::Status { watch: false } | CtlCommand::Models | CtlCommand::Replicas => {
             "/v1/status"
         }
-        CtlCommand::Policies => "/v1/policies",
+        CtlCommand::Policies { change: None } => "/v1/policies",
     };
     let admin = Admin::new(&args.admin, args.token.as_deref())?;
     let answer = admin.get(path).await?;
@@ -204,7 +215,7 @@ fn print(args: &CtlArgs, answer: Value, out: &mut dyn Write) -> Result<(), CtlEr
         )?);
     }
     let text = match args.command {
-        CtlCommand::Policies => show::policies(&answer, show::now_ms()),
+        CtlCommand::Policies { .. } => show::policies(&answer, show::now_ms()),
         CtlCommand::Models => show::models(&client::parsed(answer)?),
         CtlCommand::Replicas => show::replicas(&client::parsed(answer)?),
         _ => show::status(&client::parsed(answer)?, show::now_ms()),

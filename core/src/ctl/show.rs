@@ -17,6 +17,8 @@ struct PolicyReport {
     loaded_at_ms: Option<u64>,
     /// A person chose this generation; the directory is ignored.
     pinned: bool,
+    /// Generations that one can go back to, oldest first.
+    history: Vec<u64>,
     last_error: Option<PolicyFailure>,
     /// Hooks that are switched off.
     trips: Vec<String>,
@@ -219,10 +221,21 @@ pub fn policies(answer: &Value, now_ms: u64) -> String {
         text.push_str(&format!("source      {}\n", plain(source.trim_end())));
     }
     if report.pinned {
-        text.push_str("pinned      changes of the directory are ignored\n");
+        text.push_str(
+            "pinned      changes of the directory are ignored until `ctl policies unpin`\n",
+        );
     }
     if let Some(loaded_at_ms) = report.loaded_at_ms {
         text.push_str(&format!("loaded      {}\n", ago(loaded_at_ms, now_ms)));
+    }
+    let others: Vec<String> = report
+        .history
+        .iter()
+        .filter(|generation| **generation != report.generation)
+        .map(u64::to_string)
+        .collect();
+    if !others.is_empty() {
+        text.push_str(&format!("kept        {}\n", others.join(", ")));
     }
     match &report.last_error {
         None => text.push_str("last error  none\n"),

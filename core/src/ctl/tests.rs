@@ -176,3 +176,32 @@ async fn a_reader_that_has_enough_is_no_failure() {
         .args;
     assert_eq!(execute(&args, &mut Closed, false).await, 0);
 }
+
+#[tokio::test]
+async fn a_generation_that_is_not_there_is_1_and_says_which_are() {
+    let admin = listen(None, Ok(())).await;
+    let address = admin.address.to_string();
+    let cases: [(&[&str], u8, &str); 6] = [
+        (&["rollback"], 1, ""),
+        (&["pin", "9"], 1, ""),
+        (
+            &["pin", "1"],
+            0,
+            "generation 1 is in force, the directory is ignored",
+        ),
+        (
+            &["unpin"],
+            0,
+            "generation 1 is in force, the directory is followed again",
+        ),
+        (&["untrip"], 0, "no hook was switched off\n"),
+        (&["untrip", "--format", "json"], 0, "\"generation\": 1"),
+    ];
+    for (words, expected, text) in cases {
+        let words = [&["policies", "--admin", &address], words].concat();
+        let (status, found) = ctl(&words).await;
+        assert_eq!(status, expected, "{words:?} {found}");
+        assert!(found.contains(text), "{words:?} {found}");
+    }
+    assert!(Line::try_parse_from(["ctl", "policies", "pin", "x"]).is_err());
+}

@@ -6,6 +6,8 @@ use std::process::ExitCode;
 use clap::Subcommand;
 use llmgw_plugins::CheckReport;
 
+use crate::policy_tools::{self, BenchArgs};
+
 /// What `llmgw policy` can do.
 #[derive(Debug, Subcommand)]
 pub enum PolicyCommand {
@@ -16,6 +18,8 @@ pub enum PolicyCommand {
         /// Default: the built-in policies.
         dir: Option<PathBuf>,
     },
+    /// What each hook takes, beside what it may take.
+    Bench(BenchArgs),
 }
 
 /// Runs one command: 0 done, 1 the check failed, 2 the directory can't be used.
@@ -33,6 +37,7 @@ pub fn run(command: PolicyCommand) -> ExitCode {
                 ExitCode::from(2)
             }
         },
+        PolicyCommand::Bench(args) => policy_tools::bench::run(&args),
         PolicyCommand::Check { dir } => match llmgw_plugins::check_dir(dir.as_deref()) {
             Ok(report) => {
                 print_report(&report);

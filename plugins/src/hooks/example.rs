@@ -6,9 +6,12 @@ use crate::engine::EnginePlugin;
 use crate::engine::samples::Samples;
 use crate::error::Fault;
 use crate::hooks::calls::{
-    classify, classify_error, key, map_metrics, pool_call, prices, rank, reject, weight,
+    RANK_CANDIDATES_MAX, classify, classify_error, key, map_metrics, pool_call, prices, rank,
+    reject, weight,
 };
-use crate::hooks::launch::{EngineCommand, ModelView, ProfileView, ShardView, commands, validate};
+use crate::hooks::launch::{
+    EngineCommand, ModelView, ProfileView, ShardView, commands, serves_http, validate,
+};
 use crate::hooks::placement::{CandidateView, JobView, NodeView, filter, score};
 use crate::hooks::returns::{self, Clamped};
 use crate::hooks::views::{
@@ -35,30 +38,31 @@ pub(crate) fn examine(
         native_bands()
     };
     for hook in Hook::ALL.into_iter().filter(|hook| defined[*hook as usize]) {
-        if let Some(faults) = call(vm, hook, &bands, 0) {
+        if let Some(faults) = call(vm, hook, &bands, 0, "session") {
             strict(hook, faults.map(|faults| ((), faults)))?;
         }
     }
     Ok(bands)
 }
 
-/// One call of a policy file's hook on an example; each round has a request of its own. `None` for engines' hooks and
-/// for `bands`. The faults are what was clamped.
+/// One call of a policy file's hook on an example; each round, with its session, is a request of its own. `None` for engines' hooks.
+/// The faults are what was clamped.
 pub(crate) fn call(
     vm: &mut Vm,
     hook: Hook,
     bands: &[BandSpec],
     round: u64,
+    session: &str,
 ) -> Option<Result<Vec<Fault>, Fault>> {
-    let session = format!("session-{round}");
     let request = RequestView {
-        session: Some(&session),
+        session: Some(session),
         input_tokens: 300 + round,
         ..example_request()
     };
     let (pool, tenant, nodes) = (example_pool(), example_tenant(), ["node-1".to_owned()]);
     let decision = Limit::Clock(TICK_MAX);
     let faults = match hook {
+        Hook::Bands => faults(pool_call(vm, hook, &pool).and_then(|value| returns::bands(&value))),
         Hook::Weights => {
             faults(pool_call(vm, hook, &pool).and_then(|value| returns::weights(&value)))
         }
@@ -133,6 +137,29 @@ pub(crate) fn example_commands(
     plugin: &EnginePlugin,
 ) -> Result<Vec<EngineCommand>, Fault> {
     commands(vm, plugin, &example_shard(&plugin.name, &[], &[]))
+}
+
+/// One call of an engine's function on an example. `None` for the hooks of policy files.
+pub(crate) fn call_engine(
+    vm: &mut Vm,
+    plugin: &EnginePlugin,
+    hook: Hook,
+) -> Option<Result<(), Fault>> {
+    let result = match hook {
+        Hook::EngineMap => {
+            let samples = Samples::parse("example_running 1\n");
+            map_metrics(vm, &plugin.name, &samples, None, 1000.0).map(|_| ())
+        }
+        Hook::EngineClassifyError => classify_error(vm, &plugin.name, 500, b"{}").map(|_| ()),
+        Hook::EngineValidate => complaints(vm, plugin, &["--verbose".to_owned()]).map(|_| ()),
+        Hook::EngineCommands => example_commands(vm, plugin).map(|_| ()),
+        Hook::EngineServesHttp => {
+            let shard = example_shard(&plugin.name, &[], &[]);
+            serves_http(vm, &plugin.name, &shard).map(|_| ())
+        }
+        _ => return None,
+    };
+    Some(result)
 }
 
 fn strict<T>(hook: Hook, result: Result<Clamped<T>, Fault>) -> Result<T, (Hook, Fault)> {
@@ -229,7 +256,18 @@ fn example_tenant() -> TenantView<'static> {
     }
 }
 
-fn example_replicas() -> [ReplicaView<'static>; 2] {
+/// As many as a call gets at most, so that what is measured is what it costs when it counts.
+fn example_replicas() -> [ReplicaView<'static>; RANK_CANDIDATES_MAX] {
+    const IDS: [&str; RANK_CANDIDATES_MAX] = [
+        "example/0",
+        "example/1",
+        "example/2",
+        "example/3",
+        "example/4",
+        "example/5",
+        "example/6",
+        "example/7",
+    ];
     let replica = ReplicaView {
         id: "example/0",
         ms_per_prefill_token: Some(0.5),
@@ -241,15 +279,12 @@ fn example_replicas() -> [ReplicaView<'static>; 2] {
         est_ttft_ms: Some(150.0),
         ..ReplicaView::default()
     };
-    [
-        replica,
-        ReplicaView {
-            id: "example/1",
-            inflight: 1,
-            prefix_tokens: 100,
-            ..replica
-        },
-    ]
+    std::array::from_fn(|at| ReplicaView {
+        id: IDS[at],
+        inflight: at as u32,
+        prefix_tokens: 100 * (at as u64 % 3),
+        ..replica
+    })
 }
 
 const DOMAINS: [Domain; 1] = [Domain { gpus: 8, free: 8 }];

@@ -187,22 +187,24 @@ impl PolicySet {
         {
             return native;
         }
-        let answer = self.run(|vm| {
-            let value = vm.call_engine(
-                engine,
-                Hook::EngineServesHttp,
-                Limit::Clock(ENGINE_MAX),
-                |inputs, sandbox| inputs.shard.table(sandbox, shard),
-            )?;
-            match value {
-                Value::Boolean(serves) => Ok(serves),
-                other => Err(wrong("what serves_http returned", &other, "true or false")),
-            }
-        });
+        let answer = self.run(|vm| serves_http(vm, engine, shard));
         answer.unwrap_or_else(|fault| {
             self.note(Hook::EngineServesHttp, &fault);
             native
         })
+    }
+}
+
+pub(crate) fn serves_http(vm: &mut Vm, engine: &str, shard: &ShardView<'_>) -> Result<bool, Fault> {
+    let value = vm.call_engine(
+        engine,
+        Hook::EngineServesHttp,
+        Limit::Clock(ENGINE_MAX),
+        |inputs, sandbox| inputs.shard.table(sandbox, shard),
+    )?;
+    match value {
+        Value::Boolean(serves) => Ok(serves),
+        other => Err(wrong("what serves_http returned", &other, "true or false")),
     }
 }
 

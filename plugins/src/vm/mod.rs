@@ -177,18 +177,14 @@ impl Vm {
         let Some(function) = &self.functions[hook as usize] else {
             return Err(Fault::new(ErrorKind::Error, "the function is gone"));
         };
-        let Some(cost) = &mut self.measured else {
-            return self.sandbox.call_multi(function, args, limit, seed);
-        };
-        // Converted beforehand, since what mlua allocates for that is not the script's.
-        let args = args
-            .into_lua_multi(&self.sandbox.lua)
-            .map_err(|e| fault(&e))?;
-        let before = self.sandbox.heap_bytes();
-        let result = self.sandbox.call_multi(function, args, limit, seed);
-        cost.interrupts = self.sandbox.interrupts();
-        cost.bytes = self.sandbox.heap_bytes().saturating_sub(before);
-        result
+        invoke(
+            &self.sandbox,
+            &mut self.measured,
+            function,
+            args,
+            limit,
+            seed,
+        )
     }
 
     /// Looks a policy file's function up once.
@@ -228,8 +224,30 @@ impl Vm {
         let Some(function) = self.engine_functions.get(&at) else {
             return Err(Fault::new(ErrorKind::Error, "the function is gone"));
         };
-        self.sandbox.call(function, args, limit, 0)
+        let mut values = invoke(&self.sandbox, &mut self.measured, function, args, limit, 0)?;
+        Ok(values.pop_front().unwrap_or(Value::Nil))
     }
+}
+
+/// Calls a function, and notes what that took where calls are measured.
+fn invoke<A: IntoLuaMulti>(
+    sandbox: &Sandbox,
+    measured: &mut Option<Cost>,
+    function: &Function,
+    args: A,
+    limit: Limit,
+    seed: u64,
+) -> Result<MultiValue, Fault> {
+    let Some(cost) = measured else {
+        return sandbox.call_multi(function, args, limit, seed);
+    };
+    // Converted beforehand, since what mlua allocates for that is not the script's.
+    let args = args.into_lua_multi(&sandbox.lua).map_err(|e| fault(&e))?;
+    let before = sandbox.heap_bytes();
+    let result = sandbox.call_multi(function, args, limit, seed);
+    cost.interrupts = sandbox.interrupts();
+    cost.bytes = sandbox.heap_bytes().saturating_sub(before);
+    result
 }
 
 impl Inputs {
