@@ -1,9 +1,9 @@
 //! The guides of policies and engines, executed: their files are written, their commands run, their output compared.
 //!
 //! A fenced block `LANGUAGE PATH` is a file. In a `console` block `$ ` begins a command and what follows is what it
-//! prints; a line `...` stands for any lines. A command that ends in `&` runs until the guide's end. Ages, counts of
-//! failed calls and all numbers of `policy bench` differ from run to run and are not compared. There are no other
-//! blocks, so nothing in a guide goes unchecked.
+//! prints; a line `...` stands for any lines. A command that ends in `&` runs until the guide's end. Ages, times,
+//! counts of failed calls and all numbers of `policy bench` differ from run to run and are not compared. There are no
+//! other blocks, so nothing in a guide goes unchecked.
 //!
 //! `LLMGW_UPDATE_DOCS=1` writes what was printed into the guides.
 
@@ -239,6 +239,8 @@ fn steady(command: &str, line: &str) -> String {
         ["llmgw", version, "up", _] => format!("llmgw {version} up"),
         // A row of `hooks that fell back` ends with how often.
         [hook, kind, _] if hook.contains('.') => format!("{hook} {kind}"),
+        // How long a run of tests took.
+        ["#", .., "in", _, "s"] => words[..words.len() - 2].join(" "),
         [.., _, "ago"] => words[..words.len() - 2].join(" "),
         _ => line.to_owned(),
     }

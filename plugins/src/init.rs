@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 
 use crate::error::PolicyError;
 use crate::set::bundle::BUILT_IN;
+use crate::test::BUILT_IN_TESTS;
 
-/// Writes every embedded policy and every stub that `dir` doesn't have yet and returns the paths written. Never overwrites one.
+/// Writes every embedded policy, its test, and every stub that `dir` doesn't have yet and returns the paths written. Never overwrites one.
 pub fn init_dir(dir: &Path) -> Result<Vec<PathBuf>, PolicyError> {
     let mut written = Vec::new();
-    let policies = BUILT_IN.map(|(key, text)| (key, text.to_owned()));
-    for (key, text) in policies.into_iter().chain(crate::stubs::files()) {
+    let embedded = BUILT_IN.into_iter().chain(BUILT_IN_TESTS);
+    let embedded = embedded.map(|(key, text)| (key, text.to_owned()));
+    for (key, text) in embedded.chain(crate::stubs::files()) {
         let path = dir.join(key);
         let failed = |e: std::io::Error| {
             PolicyError::in_file(path.display().to_string(), format!("can't be written: {e}"))

@@ -293,23 +293,33 @@ fn class_table(page: &mut String, name: &str) {
     page.push('\n');
 }
 
-/// The fields of a class in the stubs: name, type, text.
+/// The fields of a class in the stubs: name, type, text. The text stands behind the type, or on lines before the field.
 fn class_fields(class: &str) -> Vec<(String, String, String)> {
-    stubs::lua()
+    let stubs = stubs::lua();
+    let lines = stubs
         .lines()
         .skip_while(|line| class_name(line) != Some(class))
         .skip(1)
-        .map_while(|line| line.strip_prefix("---@field "))
-        .filter_map(|field| {
-            let (name, rest) = field.split_once(' ')?;
-            let (kind, about) = split_type(rest);
-            Some((
-                name.to_owned(),
-                kind.replace("llmgw.", ""),
-                about.to_owned(),
-            ))
-        })
-        .collect()
+        .map_while(|line| line.strip_prefix("---"));
+    let (mut fields, mut before) = (Vec::new(), Vec::new());
+    for line in lines {
+        let field = line
+            .strip_prefix("@field ")
+            .and_then(|field| field.split_once(' '));
+        let Some((name, rest)) = field else {
+            before.push(line.trim());
+            continue;
+        };
+        let (kind, behind) = split_type(rest);
+        let about = if behind.is_empty() {
+            before.join(" ")
+        } else {
+            behind.to_owned()
+        };
+        before.clear();
+        fields.push((name.to_owned(), kind.replace("llmgw.", ""), about));
+    }
+    fields
 }
 
 fn class_name(line: &str) -> Option<&str> {

@@ -75,6 +75,7 @@ const OTHER_TYPES: &str = "\
 ---@field generation integer Number of this policy set.
 ---@field rand fun(): number A number in 0..1, the same for the same request or tick.
 ---@field log fun(text: string) Writes to the log; not in hooks that run for every request.
+---@field test llmgw.test In `*_test.lua` only.
 llmgw = {}
 
 ---@class llmgw.engine
@@ -141,6 +142,8 @@ pub(crate) fn lua() -> String {
         text.push('\n');
     }
     text.push_str(OTHER_TYPES);
+    text.push('\n');
+    text.push_str(crate::test::TYPES);
     text
 }
 

@@ -32,7 +32,9 @@ mod yaml;
 pub use check::check_engines;
 pub use notes::{needs_restart, not_yet_enforced, warnings};
 pub use problem::{ConfigErrors, Problem};
+pub(crate) use profile::{lacks_fp8, problems as profile_problems};
 pub use secret::{KeyHash, Secret};
+pub(crate) use suggest::suggestion;
 pub use url::EngineUrl;
 pub use watch::ConfigWatch;
 

@@ -60,6 +60,21 @@ pub(super) fn rules(profile: &Profile, place: &Place, found: &mut Vec<Finding>) 
     }
 }
 
+/// Whether this GPU class is known to be below compute capability 8.9.
+pub(crate) fn lacks_fp8(class: &str) -> bool {
+    WITHOUT_FP8.contains(&class.split('-').next().unwrap_or(""))
+}
+
+/// The same rules for a profile that came from elsewhere than the configuration: `key: what is wrong; what is right`.
+pub(crate) fn problems(profile: &Profile) -> Vec<String> {
+    let mut found = Vec::new();
+    rules(profile, &Place::root(), &mut found);
+    found
+        .into_iter()
+        .map(|finding| format!("{}: {}; {}", finding.place, finding.wrong, finding.right))
+        .collect()
+}
+
 /// A profile without a GPU class runs on CPUs, so nothing in it may speak of cards.
 fn cpu_rules(profile: &Profile, place: &Place, found: &mut Vec<Finding>) {
     let cards = [
@@ -121,8 +136,7 @@ fn gpu_class(
         .quantization
         .as_ref()
         .is_some_and(|kind| kind.to_ascii_lowercase().contains("fp8"));
-    let model = class.split('-').next().unwrap_or("");
-    if fp8 && WITHOUT_FP8.contains(&model) {
+    if fp8 && lacks_fp8(class) {
         let wrong = format!("fp8 needs compute capability 8.9, which `{class}` does not have");
         found.push(Finding::new(
             place.clone(),

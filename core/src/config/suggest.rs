@@ -1,19 +1,22 @@
 //! Finds the word that was probably meant.
 
 /// The known word that was probably meant, else all of them.
-pub(super) fn suggestion(word: &str, known: &[&str]) -> String {
-    let lower = word.to_lowercase().replace('-', "_");
+pub(crate) fn suggestion(word: &str, known: &[&str]) -> String {
+    let lower = word.to_lowercase();
+    let underscored = lower.replace('-', "_");
+    // A key with the wrong dashes is meant as often as a name that has some.
+    let distance = |known: &str| distance(&lower, known).min(distance(&underscored, known));
     let nearest = known
         .iter()
         // Among equals the one that begins alike: `cpu` means `cpus` rather than `gpu`.
         .min_by_key(|known| {
             (
-                distance(&lower, known),
+                distance(known),
                 known.chars().next() != lower.chars().next(),
             )
         });
     match nearest {
-        Some(nearest) if distance(&lower, nearest) <= (nearest.chars().count() / 3).max(1) => {
+        Some(nearest) if distance(nearest) <= (nearest.chars().count() / 3).max(1) => {
             format!("did you mean `{nearest}`?")
         }
         _ => format!("known here: {}", known.join(", ")),

@@ -1,12 +1,20 @@
-//! `llmgw policy`: writes the built-in policies out, and checks a directory before it ships.
+//! `llmgw policy`: writes the built-in policies out, checks a directory before it ships, and tests it.
+//!
+//! - [`test`]: `llmgw policy test`. [`OwnKernels`] is what tests drive.
+
+mod junit;
+mod kernels;
+pub mod test;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Subcommand;
+pub use kernels::OwnKernels;
 use llmgw_plugins::CheckReport;
+use test::TestArgs;
 
-use crate::policy_tools::{self, BenchArgs};
+use crate::policy_tools::{self, BenchArgs, DiffArgs, ExplainArgs};
 
 /// What `llmgw policy` can do.
 #[derive(Debug, Subcommand)]
@@ -20,6 +28,12 @@ pub enum PolicyCommand {
     },
     /// What each hook takes, beside what it may take.
     Bench(BenchArgs),
+    /// Run the policies' tests.
+    Test(TestArgs),
+    /// Why a model of a recorded fleet runs where it does, or doesn't.
+    Explain(ExplainArgs),
+    /// Which decisions change from one directory to another.
+    Diff(DiffArgs),
 }
 
 /// Runs one command: 0 done, 1 the check failed, 2 the directory can't be used.
@@ -38,6 +52,9 @@ pub fn run(command: PolicyCommand) -> ExitCode {
             }
         },
         PolicyCommand::Bench(args) => policy_tools::bench::run(&args),
+        PolicyCommand::Test(args) => test::run(&args),
+        PolicyCommand::Explain(args) => policy_tools::explain::run(&args),
+        PolicyCommand::Diff(args) => policy_tools::diff::run(&args),
         PolicyCommand::Check { dir } => match llmgw_plugins::check_dir(dir.as_deref()) {
             Ok(report) => {
                 print_report(&report);

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use llmgw_plugins::{BenchReport, HookBudget, HookCost, bench_dir};
 
+use super::{ToolFormat, complain, print};
 use crate::ctl::table::table;
 
 /// The arguments of `llmgw policy bench`.
@@ -17,37 +18,12 @@ pub struct BenchArgs {
     pub format: ToolFormat,
 }
 
-/// How a tool prints what it found.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum ToolFormat {
-    /// Tables for people.
-    #[default]
-    Text,
-    /// For programs.
-    Json,
-}
-
 /// Measures and prints: 0 done, 1 the directory doesn't load.
 pub fn run(args: &BenchArgs) -> ExitCode {
     match bench_dir(args.dir.as_deref()) {
-        Ok(report) => {
-            match args.format {
-                ToolFormat::Text => print!("{}", text(&report)),
-                ToolFormat::Json => match serde_json::to_string_pretty(&report) {
-                    Ok(json) => println!("{json}"),
-                    Err(error) => {
-                        eprintln!("error: {error}");
-                        return ExitCode::FAILURE;
-                    }
-                },
-            }
-            ExitCode::SUCCESS
-        }
+        Ok(report) => print(&report, args.format, text),
         Err(error) => {
-            eprintln!("error: {error}");
-            if let Some(line) = &error.text {
-                eprintln!("  | {line}");
-            }
+            complain(&error);
             ExitCode::FAILURE
         }
     }

@@ -23,6 +23,7 @@ use crate::config::{self, Config};
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
 use crate::gateway::tls;
+use crate::policy::OwnKernels;
 use crate::telemetry::{Telemetry, log};
 
 /// Connections that the kernel completes before they are accepted.
@@ -240,7 +241,8 @@ fn open_policies(options: &ServerOptions, config: &Config) -> Result<Arc<Policie
     let dir = options.policies.clone().or_else(|| config.policies.clone());
     // A check leaves nothing behind.
     let state = (!options.check).then(|| config.state.clone());
-    Policies::open(PolicyOptions { dir, state })
+    let options = PolicyOptions { dir, state };
+    Policies::open_tested(options, Arc::new(OwnKernels))
         .map_err(|error| ServerError::Configuration(error.to_string()))
 }
 

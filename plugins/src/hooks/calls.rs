@@ -33,6 +33,16 @@ pub(crate) struct LastGood {
     prices: Memory<Prices>,
 }
 
+impl LastGood {
+    /// Forgets everything, so that a test's cases don't see each other.
+    pub(crate) fn forget(&self) {
+        forget(&self.weights);
+        forget(&self.bands);
+        forget(&self.gate);
+        forget(&self.prices);
+    }
+}
+
 /// Hooks that run for every request.
 impl PolicySet {
     /// The band of a request. Whatever the policy says, it is one that the tenant may use.
@@ -341,6 +351,13 @@ fn remember<T>(memory: &Memory<T>, key: &str, value: T) {
             values.insert(key.to_owned(), value);
         }
     }
+}
+
+fn forget<T>(memory: &Memory<T>) {
+    memory
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+        .clear();
 }
 
 fn recall<T: Clone>(memory: &Memory<T>, key: &str) -> Option<T> {

@@ -10,6 +10,7 @@ use crate::error::{ErrorKind, Fault, did_you_mean};
 use crate::hooks::Hook;
 use crate::hooks::views::{Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::set::PolicySet;
+use crate::test::inputs::{Given, Overlay};
 use crate::vm::Vm;
 use crate::vm::budget::{ENGINE_MAX, Limit};
 use crate::vm::sandbox::{cut, fault};

@@ -12,6 +12,7 @@ use crate::hooks::Hook;
 use crate::hooks::returns::{self, Clamped};
 use crate::hooks::views::{Domain, Field, FieldDoc, IntoField, LuaType, View, view};
 use crate::set::PolicySet;
+use crate::test::inputs::{Given, Overlay};
 use crate::vm::Vm;
 use crate::vm::budget::{DECISION_MAX, Limit};
 

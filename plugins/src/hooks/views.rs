@@ -2,6 +2,8 @@
 //!
 //! Units are in the names. A value that is unknown is `None` here and nil in Lua, never 0.
 
+use crate::test::inputs::{Given, Overlay};
+
 /// One value of a view, on its way into a Lua row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Field<'a> {
@@ -192,6 +194,19 @@ macro_rules! view {
                     position += 1;
                 )*
                 let _ = position;
+            }
+        }
+
+        impl$(<$life>)? $name$(<$life>)? {
+            /// The same, with what a test gives for some of its fields, in the order of `FIELDS`.
+            pub(crate) fn overlay(mut self, given: &$($life)? [Given]) -> Self {
+                let mut given = given.iter();
+                $(
+                    if let Some(given) = given.next() {
+                        self.$field.overlay(given);
+                    }
+                )*
+                self
             }
         }
     };

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use crate::error::{PolicyError, did_you_mean};
+use crate::test::BUILT_IN_TESTS;
 
 /// A policy file may be this long.
 pub const FILE_MAX_BYTES: u64 = 256 * 1024;
@@ -99,6 +100,12 @@ impl Bundle {
                         },
                     );
                 }
+            }
+        }
+        // Tests are not put over a directory's: which of them are run depends on what it replaces.
+        for (key, text) in BUILT_IN_TESTS {
+            if let Some(file) = files.get_mut(key) {
+                file.built_in = file.text == text;
             }
         }
         let mut hasher = Sha256::new();

@@ -14,6 +14,7 @@ use crate::set::bundle::Bundle;
 use crate::set::store;
 use crate::set::trip::Ledger;
 use crate::set::{PolicySet, Source};
+use crate::test::{self, Kernels};
 
 /// Generations that `rollback` can go back to.
 const HISTORY_MAX: usize = 8;
@@ -27,10 +28,15 @@ pub struct PolicyOptions {
     pub state: Option<PathBuf>,
 }
 
+/// What the tests of a set drive; `None`: sets come into force untested.
+#[derive(Clone, Default)]
+struct Gate(Option<Arc<dyn Kernels>>);
+
 /// The policies in force, and the only place that changes them.
 #[derive(Debug)]
 pub struct Policies {
     options: PolicyOptions,
+    gate: Gate,
     current: ArcSwap<PolicySet>,
     built_in: Arc<PolicySet>,
     ledger: Arc<Ledger>,
@@ -94,7 +100,23 @@ pub struct ErrorCount {
 impl Policies {
     /// Loads the policies on the way that a reload takes. A broken directory is an error, unless a last good set of an
     /// earlier run is there to start with; then the error is on show in [`Policies::status`].
+    ///
+    /// Tests of the directory are not run: see [`Policies::open_tested`].
     pub fn open(options: PolicyOptions) -> Result<Arc<Policies>, PolicyError> {
+        Policies::open_gated(options, Gate(None))
+    }
+
+    /// The same, but a set comes into force, now and on reload, only when its own tests pass within
+    /// [`GATE_MAX`](crate::test::GATE_MAX). The shipped tests of a file that the directory replaces are among them, unless
+    /// the directory has its own version of that test.
+    pub fn open_tested(
+        options: PolicyOptions,
+        kernels: Arc<dyn Kernels>,
+    ) -> Result<Arc<Policies>, PolicyError> {
+        Policies::open_gated(options, Gate(Some(kernels)))
+    }
+
+    fn open_gated(options: PolicyOptions, gate: Gate) -> Result<Arc<Policies>, PolicyError> {
         let ledger = Arc::new(Ledger::default());
         let built_in = Arc::new(PolicySet::load(
             Bundle::built_in(),
@@ -103,7 +125,7 @@ impl Policies {
             Arc::clone(&ledger),
             None,
         )?);
-        let (set, last_error) = first(&options, &ledger, &built_in)?;
+        let (set, last_error) = first(&options, &gate, &ledger, &built_in)?;
         let set = Arc::new(set);
         let progress = Progress {
             last_error,
@@ -113,6 +135,7 @@ impl Policies {
         };
         Ok(Arc::new(Policies {
             options,
+            gate,
             current: ArcSwap::new(set),
             built_in,
             ledger,
@@ -165,6 +188,7 @@ impl Policies {
         };
         let (ledger, built_in) = (Arc::clone(&self.ledger), Arc::clone(&self.built_in));
         let set = PolicySet::load(bundle, generation, from_directory, ledger, Some(built_in))
+            .and_then(|set| self.gate.pass(set, dir))
             .map_err(|error| self.record(Some(hash), error))?;
         let set = Arc::new(set);
         if !self.swap(&set) {
@@ -307,9 +331,26 @@ impl Policies {
     }
 }
 
+impl Gate {
+    /// Gives the set back when its tests pass.
+    fn pass(&self, set: PolicySet, dir: &Path) -> Result<PolicySet, PolicyError> {
+        if let Some(kernels) = &self.0 {
+            test::gate(&set.bundle, &set.source, dir, Arc::clone(kernels))?;
+        }
+        Ok(set)
+    }
+}
+
+impl std::fmt::Debug for Gate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Gate").field(&self.0.is_some()).finish()
+    }
+}
+
 /// The first set: the directory's, else the last good one of an earlier run.
 fn first(
     options: &PolicyOptions,
+    gate: &Gate,
     ledger: &Arc<Ledger>,
     built_in: &Arc<PolicySet>,
 ) -> Result<(PolicySet, Option<PolicyError>), PolicyError> {
@@ -325,14 +366,15 @@ fn first(
     let Some(dir) = &options.dir else {
         return load(Bundle::built_in(), Source::BuiltIn).map(|set| (set, None));
     };
-    let error =
-        match Bundle::gather(dir).and_then(|bundle| load(bundle, Source::Directory(dir.clone()))) {
-            Ok(set) => {
-                keep(options.state.as_deref(), &set);
-                return Ok((set, None));
-            }
-            Err(error) => error,
-        };
+    let tested =
+        |bundle| load(bundle, Source::Directory(dir.clone())).and_then(|set| gate.pass(set, dir));
+    let error = match Bundle::gather(dir).and_then(tested) {
+        Ok(set) => {
+            keep(options.state.as_deref(), &set);
+            return Ok((set, None));
+        }
+        Err(error) => error,
+    };
     let last_good = options.state.as_deref().and_then(|state| {
         let bundle = store::load(state, dir)?;
         load(bundle, Source::LastGood(store::path(state))).ok()

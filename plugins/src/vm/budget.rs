@@ -160,7 +160,7 @@ impl Budget {
 }
 
 /// CPU time that this thread has used.
-fn thread_cpu_time() -> Duration {
+pub(crate) fn thread_cpu_time() -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,

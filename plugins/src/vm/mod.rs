@@ -4,7 +4,7 @@ pub(crate) mod budget;
 mod rows;
 pub(crate) mod sandbox;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::hooks::Hook;
 use crate::hooks::views::{ReplicaView, View};
 use crate::vm::budget::{LOAD_MAX, Limit};
 use crate::vm::rows::{ReplicaRows, Row, Shape};
-use crate::vm::sandbox::{Program, Sandbox, fault, freeze};
+use crate::vm::sandbox::{LineHits, Program, Sandbox, fault, freeze};
 
 /// VMs that a thread keeps: the current generation's, and one more for requests that began under the previous one.
 const THREAD_VMS_MAX: usize = 2;
@@ -23,6 +23,58 @@ const THREAD_VMS_MAX: usize = 2;
 thread_local! {
     /// This thread's VMs with the ids of their policy sets, the last used one at the end.
     static VMS: RefCell<Vec<(u64, Vm)>> = const { RefCell::new(Vec::new()) };
+    /// A policy set under test, and the faults that its hooks raise instead of running.
+    static INJECTED: Cell<(u64, Injected)> = const { Cell::new((0, Injected(0))) };
+    /// Lines that VMs had run, of those that are gone, with the ids of their policy sets; only where lines are counted.
+    static LINES_RUN: RefCell<Vec<(u64, FileLines)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A file and how often its lines ran.
+pub(crate) type FileLines = (String, Vec<LineHits>);
+
+/// Faults by hook, four bits each: 0 is none, else the position of the kind in [`ErrorKind::ALL`] plus one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Injected(u64);
+
+impl Injected {
+    pub(crate) fn with(self, hook: Hook, kind: ErrorKind) -> Injected {
+        let position = ErrorKind::ALL.iter().position(|known| *known == kind);
+        let (bits, shift) = (position.map_or(0, |at| at as u64 + 1), hook as u64 * 4);
+        Injected(self.0 & !(0xf << shift) | bits << shift)
+    }
+
+    fn fault(self, hook: Hook) -> Option<Fault> {
+        let bits = (self.0 >> (hook as u64 * 4)) & 0xf;
+        let kind = *ErrorKind::ALL.get((bits as usize).checked_sub(1)?)?;
+        Some(Fault::new(
+            kind,
+            format!("a test injected a fault of kind {}", kind.name()),
+        ))
+    }
+}
+
+/// From now on this thread's hooks of one policy set raise these faults instead of running.
+pub(crate) fn inject(set: u64, faults: Injected) {
+    INJECTED.set((set, faults));
+}
+
+/// Which lines this thread's VMs of a policy set have run, by file; one VM after the other.
+pub(crate) fn lines_run(set: u64) -> Vec<FileLines> {
+    let mut files: Vec<FileLines> = LINES_RUN.with_borrow(|kept| {
+        let own = kept.iter().filter(|(id, _)| *id == set);
+        own.map(|(_, lines)| lines.clone()).collect()
+    });
+    VMS.with_borrow(|vms| {
+        let vm = vms.iter().find(|(id, _)| *id == set);
+        files.extend(vm.map(|(_, vm)| vm.sandbox.lines_run()).unwrap_or_default());
+    });
+    files
+}
+
+/// Before a VM goes.
+fn keep_lines_run(set: u64, vm: &Vm) {
+    let lines = vm.sandbox.lines_run();
+    LINES_RUN.with_borrow_mut(|kept| kept.extend(lines.into_iter().map(|lines| (set, lines))));
 }
 
 /// Runs `work` in this thread's VM for the set, which is built when there is none. A VM that ran out of memory, or
@@ -42,7 +94,8 @@ pub(crate) fn with_vm<R>(
             None => {
                 let vm = Vm::new(Arc::clone(program))?;
                 if vms.len() == THREAD_VMS_MAX {
-                    vms.remove(0);
+                    let (id, vm) = vms.remove(0);
+                    keep_lines_run(id, &vm);
                 }
                 vms.push((set, vm));
             }
@@ -50,10 +103,17 @@ pub(crate) fn with_vm<R>(
         let Some((_, vm)) = vms.last_mut() else {
             return Err(Fault::new(ErrorKind::Error, "there is no VM"));
         };
+        let (injected_into, faults) = INJECTED.get();
+        vm.injected = if injected_into == set {
+            faults
+        } else {
+            Injected(0)
+        };
         let result = work(vm);
-        if matches!(&result, Err(fault) if fault.kind == ErrorKind::Memory)
-            || vm.sandbox.is_bloated()
-        {
+        let out_of_memory = matches!(&result, Err(fault) if fault.kind == ErrorKind::Memory)
+            && vm.injected == Injected(0);
+        if out_of_memory || vm.sandbox.is_bloated() {
+            keep_lines_run(set, vm);
             vms.pop();
         }
         result
@@ -72,6 +132,8 @@ pub(crate) struct Vm {
     inputs: Inputs,
     /// Set while calls are measured, which costs time: what the last one took.
     measured: Option<Cost>,
+    /// What a test put in the place of hooks.
+    injected: Injected,
 }
 
 /// What one call took.
@@ -131,6 +193,7 @@ impl Vm {
             engine_functions: HashMap::new(),
             inputs,
             measured: None,
+            injected: Injected(0),
         })
     }
 
@@ -173,6 +236,7 @@ impl Vm {
         args: impl FnOnce(&mut Inputs, &Sandbox) -> Result<A, Fault>,
     ) -> Result<MultiValue, Fault> {
         self.find(hook)?;
+        self.raise_injected(hook)?;
         let args = args(&mut self.inputs, &self.sandbox)?;
         let Some(function) = &self.functions[hook as usize] else {
             return Err(Fault::new(ErrorKind::Error, "the function is gone"));
@@ -185,6 +249,13 @@ impl Vm {
             limit,
             seed,
         )
+    }
+
+    fn raise_injected(&self, hook: Hook) -> Result<(), Fault> {
+        match self.injected.fault(hook) {
+            Some(fault) => Err(fault),
+            None => Ok(()),
+        }
     }
 
     /// Looks a policy file's function up once.
@@ -214,6 +285,7 @@ impl Vm {
         limit: Limit,
         args: impl FnOnce(&mut Inputs, &Sandbox) -> Result<A, Fault>,
     ) -> Result<Value, Fault> {
+        self.raise_injected(hook)?;
         let at = (engine.to_owned(), hook);
         if !self.engine_functions.contains_key(&at) {
             let module = self.module(&format!("engines/{engine}.lua"))?;

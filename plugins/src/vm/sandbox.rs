@@ -37,6 +37,16 @@ pub(crate) struct Program {
     pub(crate) generation: u64,
     /// By key, e.g. `lib/racks.lua`.
     pub(crate) modules: BTreeMap<String, Module>,
+    /// The files were compiled to count which lines run.
+    pub(crate) coverage: bool,
+}
+
+/// How often one line ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LineHits {
+    /// From 1.
+    pub(crate) line: u32,
+    pub(crate) hits: u32,
 }
 
 /// A VM with one program.
@@ -58,6 +68,18 @@ struct Context {
     log: Cell<bool>,
     /// What `require` has loaded, by key; `None` while it is being loaded.
     loaded: RefCell<HashMap<String, Option<Value>>>,
+    /// The files that ran, by key; kept only where lines are counted.
+    chunks: RefCell<Vec<(String, Function)>>,
+}
+
+impl Context {
+    fn keep_chunk(&self, key: &str, chunk: &Function) {
+        if self.program.coverage {
+            self.chunks
+                .borrow_mut()
+                .push((key.to_owned(), chunk.clone()));
+        }
+    }
 }
 
 impl Sandbox {
@@ -80,6 +102,7 @@ impl Sandbox {
             random: Cell::new(0),
             log: Cell::new(false),
             loaded: RefCell::new(HashMap::new()),
+            chunks: RefCell::default(),
         });
         let natives = natives(&lua, &context)?;
         let (input_metatable, heap_bytes): (Function, Function) = lua
@@ -111,7 +134,30 @@ impl Sandbox {
             ));
         };
         let chunk = module_function(&self.lua, module).map_err(|e| fault(&e))?;
+        self.context.keep_chunk(key, &chunk);
         self.call(&chunk, (), limit, 0)
+    }
+
+    /// The lines of every file that ran here, by file, with how often each of them did.
+    pub(crate) fn lines_run(&self) -> Vec<(String, Vec<LineHits>)> {
+        let chunks = self.context.chunks.borrow();
+        let lines_of = |chunk: &Function| {
+            let mut lines = Vec::new();
+            // Luau reports each function of the file; -1 marks lines without code of that function.
+            chunk.coverage(|info| {
+                for (line, hits) in info.hits.iter().enumerate().filter(|(_, hits)| **hits >= 0) {
+                    lines.push(LineHits {
+                        line: line as u32,
+                        hits: *hits as u32,
+                    });
+                }
+            });
+            lines
+        };
+        chunks
+            .iter()
+            .map(|(key, chunk)| (key.clone(), lines_of(chunk)))
+            .collect()
     }
 
     /// Calls a function under a budget and gives its first value.
@@ -294,7 +340,10 @@ fn require(lua: &Lua, context: &Context, name: &Value) -> mlua::Result<(Value, O
         None => {}
     }
     context.loaded.borrow_mut().insert(key.clone(), None);
-    let result = module_function(lua, module).and_then(|chunk| chunk.call::<Value>(()));
+    let result = module_function(lua, module).and_then(|chunk| {
+        context.keep_chunk(&key, &chunk);
+        chunk.call::<Value>(())
+    });
     match result {
         Ok(value) => {
             freeze(&value);

@@ -172,7 +172,11 @@ fn a_missing_file_is_the_built_in_one_and_an_unchanged_one_costs_nothing() {
     assert_eq!(set.routing_weights(&pool()), RoutingWeights::default());
 
     let written = init_dir(&dir.0).expect("the built-in files can be written out");
-    assert_eq!(written.len(), 8 + 3, "policies, and what editors need");
+    assert_eq!(
+        written.len(),
+        8 + 7 + 3,
+        "policies, tests, and what editors need"
+    );
     assert_eq!(
         init_dir(&dir.0).expect("a second time"),
         Vec::<std::path::PathBuf>::new()

@@ -1,0 +1,71 @@
+-- What `llmgw policy test` offers to `*_test.lua`, as `llmgw.test`.
+--
+-- A file declares its cases when it is loaded; they run afterwards, each for at most 2 s, all of a file for at most
+-- 20 s, in a VM with 64 MiB that the file has for itself. A failed assertion fails its case, whatever `pcall` does.
+
+---@class llmgw.test
+---@field case fun(name: string, run: fun()) Declares a case. Its name is a sentence, and unique in the file.
+---@field property fun(name: string, inputs: integer, run: fun(g: llmgw.generator)) Declares a property that holds for every input that `run` draws from `g`; `inputs` of them are tried. A failing input is made as small as it can be and shown. Every run draws the same inputs, unless it is told to draw others.
+---@field equal fun(actual: any, expected: any, note?: string) The two are equal, tables by what is in them.
+---@field ok fun(value: any, note?: string): any The value is neither false nor nil. Gives it back.
+---@field truthy fun(value: any, note?: string): any The same.
+---@field near fun(actual: number?, expected: number, within?: number) Two numbers differ by at most `within`, which is a millionth of the expected one where it is left out.
+---@field error fun(run: fun(), pattern?: string): string The function raises an error that has this text in it, or matches it as a pattern. Gives the message.
+---@field fail fun(note?: string) Fails the case.
+---@field fleet fun(name: string): llmgw.fleet A fleet from `fleets/NAME.json` of the directory, else one that ships with llmgw. Each call gives a fresh copy, in which everything can be read, changed and taken away (nil) by its path: `fleet.nodes["ml-07"].gpus_free = 4`.
+---@field classify fun(request: llmgw.request|table, tenant: llmgw.tenant|table): string, integer? The band of a request, and how long it may wait in ms, where the policy says so.
+---@field key fun(request: table, tenant: table): string? What splits the tenant into flows.
+---@field weight fun(tenant: table, usage?: table): number A tenant's weight.
+---@field bands fun(pool?: table): llmgw.band[]
+---@field gate fun(pool?: table): llmgw.gate
+---@field weights fun(pool?: table): llmgw.knobs
+---@field prices fun(model?: string): llmgw.prices
+---@field reject fun(request: table, why: string): { status: integer, wait_ms: integer? } How a refusal looks; `why` is the error code, e.g. `queue_full`.
+---@field rank fun(request: table, replicas: table[]): { index: integer, id: string, reason: string? }? What `routing.rank` chooses; nil is the native choice.
+---@field filter fun(job: table, node: table): { fit: boolean, code: string?, text: string? }
+---@field score fun(job: table, candidate: table): { total: number, parts: table<string, number> }?
+---@field engine fun(name: string): llmgw.test_engine An engine's plugin: its data, and its functions.
+---@field metrics fun(engine: string, text: string): llmgw.load What is read from an engine's page of metrics. What the page doesn't say is nil.
+---@field fault fun(hook: string, kind: string): boolean From here to the end of the case the hook fails: `t.fault("routing.rank", "nan")`. Kinds: error, budget, memory, nil, nan, range, unknown. False: the policies don't define the hook, so it can't fail.
+---@field golden fun(value: any) The value is the one in `golden/`, which `--update-golden` writes.
+---@field simulate fun(...) Comes with flow control.
+
+---@class llmgw.generator
+---@field int fun(self: llmgw.generator, least: integer, greatest: integer): integer A whole number. Shrinks towards 0.
+---@field number fun(self: llmgw.generator, least: number, greatest: number): number Shrinks towards `least`.
+---@field bool fun(self: llmgw.generator): boolean Shrinks towards false.
+---@field pick fun(self: llmgw.generator, list: any[]): any One of a list. Shrinks towards the first.
+---@field maybe fun(self: llmgw.generator, item: fun(): any): any Nil, or what the function gives. Shrinks towards nil.
+---@field list fun(self: llmgw.generator, least: integer, greatest: integer, item: fun(at: integer): any): any[] A list of what the function gives. Shrinks towards a short one.
+---@field text fun(self: llmgw.generator, greatest: integer): string Letters, digits, `-`, `_` and spaces. Shrinks towards a short one.
+
+---@class llmgw.fleet
+---@field nodes table<string, table>
+---@field models table<string, table>
+---@field replicas table<string, table>
+---@field pools table<string, table[]>
+---@field place fun(self: llmgw.fleet, ask: { model: string, profile: string? }): llmgw.decision Where the next replica of a model goes: `fleet:place { model = "llama-3.3-70b", profile = "h100" }`. Without a profile all are tried, in order.
+---@field route fun(self: llmgw.fleet, ask: table): { replica: string?, reason: string, score_ms: number? } Which replica of a model gets a request: `fleet:route { model = "smollm2", input_tokens = 4000 }`. It takes the fields of a request; the replicas are those in `fleet.pools`, or in `replicas` of the call.
+
+---@class llmgw.decision
+---@field placed boolean
+---@field nodes string[]
+---@field model string
+---@field profile string?
+---@field score number?
+---@field parts table<string, number>
+---@field refused table<string, { code: string, text: string }>
+
+---@class llmgw.test_engine
+---@field name string
+---@field executables string[]
+---@field needs_gpu boolean
+---@field multi_node boolean
+---@field tensor_parallel boolean
+---@field cancel_needs_stream boolean
+---@field metrics? { path: string, running: string[], waiting: string[], kv: string[] }
+---@field readiness { health: string?, models: string?, start_deadline_ms: integer }
+---@field commands fun(self: llmgw.test_engine, shard: table): llmgw.command[]
+---@field validate fun(self: llmgw.test_engine, profile: table, model?: table): string[]
+---@field classify_error fun(self: llmgw.test_engine, status: integer, body?: string): string
+---@field serves_http fun(self: llmgw.test_engine, shard: table): boolean
