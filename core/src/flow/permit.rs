@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
 /// What one replica has at work, as the gateway itself knows it. Shared by the router, which reads it,
 /// and by every permit, which changes it on the way in and out.
@@ -15,16 +15,19 @@ pub struct Slots {
     queued: AtomicU32,
     /// Input tokens of requests that wait for their first byte, queued ones included.
     prefill_tokens: AtomicU64,
+    /// Wakes requests that wait for another replica of the pool, once a slot is free that nobody here waits for.
+    freed: Arc<Notify>,
 }
 
 impl Slots {
-    pub fn new(limit: Option<u32>) -> Arc<Slots> {
+    pub fn new(limit: Option<u32>, freed: Arc<Notify>) -> Arc<Slots> {
         Arc::new(Slots {
             limit,
             free: limit.map(|slots| Arc::new(Semaphore::new(slots as usize))),
             inflight: AtomicU32::new(0),
             queued: AtomicU32::new(0),
             prefill_tokens: AtomicU64::new(0),
+            freed,
         })
     }
 
@@ -42,6 +45,13 @@ impl Slots {
 
     pub fn prefill_tokens(&self) -> u64 {
         self.prefill_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Every slot is taken: a request that chose this replica would wait.
+    pub fn is_full(&self) -> bool {
+        self.free
+            .as_ref()
+            .is_some_and(|free| free.available_permits() == 0)
     }
 
     /// Takes a slot at once, or says that none is free.
@@ -99,8 +109,7 @@ impl Drop for Waiting<'_> {
 /// One request on one replica.
 pub struct Permit {
     slots: Arc<Slots>,
-    /// Held for its Drop.
-    _slot: Option<OwnedSemaphorePermit>,
+    slot: Option<OwnedSemaphorePermit>,
     /// Counted as unfinished prefill until the first byte; 0 afterwards.
     prefill_tokens: u64,
 }
@@ -113,7 +122,7 @@ impl Permit {
             .fetch_add(prefill_tokens, Ordering::Relaxed);
         Permit {
             slots,
-            _slot: slot,
+            slot,
             prefill_tokens,
         }
     }
@@ -131,6 +140,13 @@ impl Drop for Permit {
     fn drop(&mut self) {
         self.first_byte();
         self.slots.inflight.fetch_sub(1, Ordering::Relaxed);
+        // Given back first: who is woken looks at once. Where somebody waited for it, it is taken again already.
+        if self.slot.take().is_some()
+            && let Some(free) = &self.slots.free
+            && free.available_permits() > 0
+        {
+            self.slots.freed.notify_waiters();
+        }
     }
 }
 
@@ -148,7 +164,7 @@ mod tests {
 
     #[test]
     fn a_permit_counts_while_it_lasts_and_its_prompt_until_the_first_byte() {
-        let slots = Slots::new(None);
+        let slots = Slots::new(None, Arc::default());
         let mut permit = slots.try_take(100).unwrap();
         assert_eq!(counts(&slots), (1, 0, 100));
         permit.first_byte();
@@ -159,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_waiter_gets_the_slot_that_was_given_back_and_one_that_leaves_counts_no_more() {
-        let slots = Slots::new(Some(1));
+        let slots = Slots::new(Some(1), Arc::default());
         let first = slots.try_take(10).unwrap();
         assert!(slots.try_take(10).is_none());
         let mut context = Context::from_waker(Waker::noop());

@@ -100,11 +100,13 @@ pub async fn look(
     if head.status.is_client_error() || head.status.is_server_error() {
         return Err(refused(job.dialect, head, body).await);
     }
-    let plain = is_identity(&head.headers);
+    // What has no body by definition is not to be looked into, whatever its type says.
+    let has_body = job.method != Method::HEAD && !matches!(head.status.as_u16(), 204 | 205 | 304);
+    let plain = has_body && is_identity(&head.headers);
     if plain && has_type(&head.headers, "text/event-stream") {
         return look_at_stream(job.dialect, outgoing, head, EventStream::new(body)).await;
     }
-    if plain && has_type(&head.headers, "application/json") && job.method != Method::HEAD {
+    if plain && has_type(&head.headers, "application/json") {
         return read_whole(head, body).await;
     }
     Ok(Accepted::Passing {
@@ -143,6 +145,7 @@ fn first_event_error(dialect: Dialect, head: &Parts, error: StreamError) -> Engi
         status: error.status.unwrap_or(StatusCode::BAD_GATEWAY.as_u16()),
         body: dialect.error_body(&error.error),
         content_type: Some("application/json".to_string()),
+        content_encoding: None,
         retry_after: head.headers.get(RETRY_AFTER).cloned(),
         summary: error.error.message,
     }
@@ -157,6 +160,16 @@ async fn refused(dialect: Dialect, head: Parts, body: UpstreamBody) -> Refused {
     let body = match read_up_to(body, ERROR_MAX_BYTES).await {
         Read::Whole(bytes) | Read::Longer(bytes, _) | Read::Broken(bytes, _) => bytes,
     };
+    if !is_identity(&head.headers) {
+        return Refused::Answered(EngineAnswer {
+            status: head.status.as_u16(),
+            summary: format!("an error in {} compressed bytes", body.len()),
+            body,
+            content_type,
+            content_encoding: head.headers.get(CONTENT_ENCODING).cloned(),
+            retry_after: head.headers.get(RETRY_AFTER).cloned(),
+        });
+    }
     let normal = engine_error::normalise(
         dialect,
         head.status.as_u16(),
@@ -168,6 +181,7 @@ async fn refused(dialect: Dialect, head: Parts, body: UpstreamBody) -> Refused {
         summary: normal.message,
         body,
         content_type,
+        content_encoding: None,
         retry_after: head.headers.get(RETRY_AFTER).cloned(),
     })
 }
@@ -348,7 +362,7 @@ async fn assemble(
                 }
                 Ok(Push::Error(error)) => {
                     let text = format!("the engine reported: {}", error.error.message);
-                    return Err(Ending::EngineError(text));
+                    return Err(Ending::of_error(error.status, text));
                 }
                 Err(error) => return Err(Ending::Broken(error.to_string())),
             }

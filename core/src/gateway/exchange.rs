@@ -28,13 +28,26 @@ pub enum Ending {
     Silent(String),
     /// The engine said itself that it failed.
     EngineError(String),
+    /// The engine said that it is the request's own fault (4xx): nothing against the replica.
+    ClientFault(String),
 }
 
 impl Ending {
+    /// What an error event in mid-stream is, by the status that it names.
+    pub fn of_error(status: Option<u16>, reason: String) -> Ending {
+        match status {
+            Some(400..=499) => Ending::ClientFault(reason),
+            _ => Ending::EngineError(reason),
+        }
+    }
+
     pub fn reason(&self) -> &str {
         match self {
             Ending::Complete => "",
-            Ending::Broken(reason) | Ending::Silent(reason) | Ending::EngineError(reason) => reason,
+            Ending::Broken(reason)
+            | Ending::Silent(reason)
+            | Ending::EngineError(reason)
+            | Ending::ClientFault(reason) => reason,
         }
     }
 }
@@ -159,7 +172,7 @@ impl Exchange {
         };
         record.outcome = match ending {
             Ending::Complete => Outcome::Ok,
-            Ending::EngineError(_) => Outcome::EngineError,
+            Ending::EngineError(_) | Ending::ClientFault(_) => Outcome::EngineError,
             Ending::Broken(_) | Ending::Silent(_) => Outcome::UpstreamFailed,
         };
         if matches!(ending, Ending::Complete) {
@@ -168,7 +181,7 @@ impl Exchange {
             return;
         }
         record.code = match ending {
-            Ending::EngineError(_) => "engine_error",
+            Ending::EngineError(_) | Ending::ClientFault(_) => "engine_error",
             _ => "upstream_failed",
         };
         self.blame(&ending);
@@ -193,6 +206,7 @@ impl Exchange {
     fn blame(&mut self, ending: &Ending) {
         let (fault, error) = match ending {
             Ending::Complete => return,
+            Ending::ClientFault(_) => return self.admitted.succeeded(),
             Ending::Broken(_) => (Fault::Reset, UpstreamError::Truncated),
             Ending::Silent(_) => (Fault::IdleTimeout, UpstreamError::IdleTimeout),
             Ending::EngineError(_) => (Fault::Status5xx, UpstreamError::ErrorEvent),

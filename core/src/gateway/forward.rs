@@ -143,6 +143,8 @@ async fn queue(
 ) -> Result<(Chosen, Permit), Failure> {
     // Since when a replica without a probe is waited for.
     let mut undecided_since = started;
+    // Taken with the first wait, and kept over the others.
+    let mut place = None;
     loop {
         if job.follow_reload() {
             undecided_since = Instant::now();
@@ -169,7 +171,10 @@ async fn queue(
             note_queue(job, started);
             return Ok((chosen, permit));
         }
-        if pool.queued() >= job.queue_max {
+        if place.is_none() {
+            place = pool.queues.enter(&job.band, job.queue_max);
+        }
+        if place.is_none() {
             return Err(Failure::QueueFull {
                 model: pool.model.name.to_string(),
                 queued: job.queue_max,
@@ -254,7 +259,9 @@ async fn attempt(
         record.replica = replica.id.clone();
         record.engine = replica.engine.clone();
     }
-    let limit = match admitted.is_trial() && job.pool.replicas.len() > 1 {
+    // A whole answer is silent until it is done, which may take minutes: only where events are due does silence tell.
+    let tells_by_silence = job.pool.replicas.len() > 1 && (job.facts.stream || outgoing.assemble);
+    let limit = match admitted.is_trial() && tells_by_silence {
         true => job
             .config
             .limits
@@ -263,7 +270,7 @@ async fn attempt(
         false => job.config.limits.first_byte_timeout,
     };
     let sent_at = Instant::now();
-    admitted.sent(job.pool.replicas.len() > 1);
+    admitted.sent(tells_by_silence);
     let call = async {
         let request = || job.request(&replica, &outgoing);
         // Only the first attempt may meet a stale connection: its transparent retry is a call too.

@@ -284,7 +284,7 @@ impl Relay {
             out.extend_from_slice(&self.dialect.error_event(&error.error));
         }
         let reason = format!("the engine reported: {}", error.error.message);
-        self.cut(Ending::EngineError(reason.clone()), reason);
+        self.cut(Ending::of_error(error.status, reason.clone()), reason);
         Some(out.freeze())
     }
 

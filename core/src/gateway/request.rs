@@ -40,6 +40,8 @@ const BODY_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 const OPEN_BAND: &str = "standard";
 /// A session name longer than this is cut: it is a hint, not data.
 const SESSION_MAX_BYTES: usize = 256;
+/// Of a model's name that there is not: it is said again in the answer and kept in the record. Configured ones have 256.
+const MODEL_ASKED_MAX_BYTES: usize = 512;
 
 /// Answers one request. Every failure goes through `respond::failure`, every record through its own drop.
 pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Response<ClientBody> {
@@ -81,7 +83,7 @@ async fn serve(
     }
     let runtime = gateway.runtime.load_full();
     let path = parts.uri.path();
-    if !path.starts_with("/v1/") {
+    if !path.starts_with("/v1/") || has_dot_segment(path) {
         return Err(Failure::UnknownRoute {
             method: parts.method.to_string(),
             path: path.to_string(),
@@ -181,6 +183,14 @@ impl Understood {
     }
 }
 
+/// Whether a path could lead out of `/v1/` at an engine, or at a proxy before it, that resolves `..`.
+fn has_dot_segment(path: &str) -> bool {
+    path.split(['/', '\\']).any(|segment| {
+        let segment = segment.to_ascii_lowercase().replace("%2e", ".");
+        segment == "." || segment == ".." || segment.contains("%2f..") || segment.contains("..%2f")
+    })
+}
+
 fn says_json(content_type: &str) -> bool {
     let kind = content_type.split(';').next().unwrap_or("").trim();
     kind.eq_ignore_ascii_case("application/json") || kind.ends_with("+json")
@@ -205,7 +215,10 @@ fn name_asked(
     caller: &Caller,
 ) -> Result<Arc<str>, Failure> {
     if let Some(model) = &understood.model {
-        return Ok(Arc::from(model.as_str()));
+        // Longer than any configured name, so it can't become one by being cut.
+        let mut name = model.clone();
+        truncate(&mut name, MODEL_ASKED_MAX_BYTES);
+        return Ok(Arc::from(name));
     }
     if let Some(value) = headers.get(X_LLMGW_MODEL) {
         return Ok(Arc::from(&*String::from_utf8_lossy(value.as_bytes())));
@@ -342,7 +355,9 @@ fn best_band<'a>(set: &'a PolicySet, allowed: &[Arc<str>]) -> Option<&'a str> {
 
 /// Runs the attempts. Where comments are wanted, the client gets its headers while an engine is still silent.
 async fn send(job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
-    let every = job.config.limits.keepalive.filter(|_| job.facts.stream);
+    // Only these are known to be event streams.
+    let is_stream = job.facts.stream && job.dialect.expects_end();
+    let every = job.config.limits.keepalive.filter(|_| is_stream);
     let dialect = job.dialect;
     let Some(every) = every else {
         return forward::attempts(job).await;

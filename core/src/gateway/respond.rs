@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
 
 use super::body::ClientBody;
@@ -76,6 +76,8 @@ pub struct EngineAnswer {
     pub status: u16,
     pub body: Bytes,
     pub content_type: Option<String>,
+    /// Of a body that is compressed, and passes as it is.
+    pub content_encoding: Option<HeaderValue>,
     pub retry_after: Option<HeaderValue>,
     /// What followed from it: replica and short text, for logs.
     pub summary: String,
@@ -223,7 +225,14 @@ impl Failure {
 
 /// Answers a failure in the dialect of the endpoint that was asked.
 pub fn failure(failure: &Failure, dialect: Dialect) -> Response<ClientBody> {
+    let mut content_encoding = None;
     let (body, content_type) = match failure {
+        Failure::Engine(answer) if answer.content_encoding.is_some() => {
+            content_encoding.clone_from(&answer.content_encoding);
+            let own = answer.content_type.as_deref();
+            let own = own.and_then(|own| HeaderValue::from_str(own).ok());
+            (answer.body.clone(), own)
+        }
         Failure::Engine(answer) => {
             let normal = engine_error::normalise(
                 dialect,
@@ -247,6 +256,9 @@ pub fn failure(failure: &Failure, dialect: Dialect) -> Response<ClientBody> {
         content_type.unwrap_or(HeaderValue::from_static("application/json")),
     );
     headers.insert(CONTENT_LENGTH, HeaderValue::from(body.len() as u64));
+    if let Some(encoding) = content_encoding {
+        headers.insert(CONTENT_ENCODING, encoding);
+    }
     if let Some(value) = retry_after(failure) {
         headers.insert(RETRY_AFTER, value);
     }

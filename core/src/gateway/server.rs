@@ -25,6 +25,8 @@ use super::state::Gateway;
 
 /// A client that is silent before or between its requests is let go after this.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(75);
+/// A client that takes nothing of what waits for it holds an engine's slot: after this long the kernel resets it.
+const CLIENT_STALLED_MAX: Duration = Duration::from_secs(300);
 const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// What one HTTP/1.1 connection buffers in either direction; also the limit of a request's head.
 const CONNECTION_BUFFER_MAX_BYTES: usize = 64 * 1024;
@@ -146,6 +148,7 @@ async fn connection(
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     // An event leaves when it is written; Nagle would hold it back for the one before.
     stream.set_nodelay(true)?;
+    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(CLIENT_STALLED_MAX))?;
     let departure = Departure::of(&stream);
     match tls {
         None => {

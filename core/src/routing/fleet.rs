@@ -7,7 +7,7 @@ use foldhash::HashMap;
 use llmgw_plugins::Policies;
 
 use super::pool::{Pool, Shared};
-use super::replica::Replica;
+use super::replica::{Readiness, Replica};
 use super::{probe, scrape};
 use crate::config::{Config, Endpoint, Model};
 use crate::flow::permit::Slots;
@@ -56,7 +56,8 @@ impl Fleet {
                         let key = (model.name.clone(), Replica::id(endpoint));
                         let same = slots.get(&key).and_then(Weak::upgrade);
                         let same = same.filter(|slots| slots.limit() == endpoint.slots);
-                        let own = same.unwrap_or_else(|| Slots::new(endpoint.slots));
+                        let own =
+                            same.unwrap_or_else(|| Slots::new(endpoint.slots, changed.clone()));
                         slots.insert(key, Arc::downgrade(&own));
                         let replica = Replica::new(
                             endpoint.clone(),
@@ -66,6 +67,7 @@ impl Fleet {
                             place,
                             changed,
                         );
+                        inherit(old.map(Arc::as_ref), &replica);
                         tokio::spawn(probe::run(replica.clone(), policies.clone()));
                         tokio::spawn(scrape::run(
                             replica.clone(),
@@ -134,6 +136,19 @@ fn names(model: &Model, endpoint: &Endpoint) -> Vec<Arc<str>> {
         .chain(source)
         .chain(model.aliases.iter().cloned())
         .collect()
+}
+
+/// The same engine under a new key, name or time limit is as ready as it was, until its own probe says otherwise:
+/// a busy one may take longer to answer than a request waits for the first probe.
+fn inherit(before: Option<&Pool>, replica: &Replica) {
+    let same = before.and_then(|pool| pool.replicas.iter().find(|old| old.id == replica.id));
+    let Some(old) = same.filter(|old| old.engine == replica.engine) else {
+        return;
+    };
+    let readiness = old.readiness();
+    if matches!(&readiness, Readiness::Ready { served, .. } if replica.names.contains(served)) {
+        replica.probed(readiness, 0);
+    }
 }
 
 fn kept(before: Option<&Pool>, endpoint: &Endpoint, names: &[Arc<str>]) -> Option<Arc<Replica>> {

@@ -12,6 +12,7 @@ use super::prefix::{PREFIX_INDEX_MAX_BLOCKS, PrefixIndex, PromptHashes, ReplicaS
 use super::replica::{Admitted, Readiness, Replica, Standing};
 use super::score::{self, Ask, Candidate};
 use crate::config::Model;
+use crate::flow::queue::Queues;
 use crate::gateway::usage::Usage;
 use crate::telemetry::metrics::ModelMetrics;
 use crate::{clock, random};
@@ -51,7 +52,7 @@ pub struct Chosen {
 pub struct Unavailable {
     pub reason: String,
     pub retry_in: Duration,
-    /// Some replica has not been asked yet: its first probe may change everything.
+    /// A replica's first probe or its trial is under way, and may change everything.
     pub undecided: bool,
 }
 
@@ -74,6 +75,8 @@ pub struct Pool {
     pub lessons: Arc<Mutex<Lessons>>,
     /// The knobs of the native scorer, published by the policy tick.
     pub weights: Arc<ArcSwap<RoutingWeights>>,
+    /// Who waits for a slot, by band.
+    pub queues: Arc<Queues>,
 }
 
 impl Pool {
@@ -91,6 +94,7 @@ impl Pool {
             prefix: shared.prefix,
             lessons: shared.lessons,
             weights: shared.weights,
+            queues: shared.queues,
         }
     }
 
@@ -100,6 +104,7 @@ impl Pool {
             prefix: self.prefix.clone(),
             lessons: self.lessons.clone(),
             weights: self.weights.clone(),
+            queues: self.queues.clone(),
         }
     }
 
@@ -129,6 +134,8 @@ impl Pool {
         let now = clock::now_ms();
         let mut refusals = Refusals::default();
         let mut open: Vec<&Arc<Replica>> = Vec::with_capacity(self.replicas.len());
+        // Suspect, and its slots are held by what hangs there: a trial would wait for one while others are idle.
+        let mut occupied: Option<&Arc<Replica>> = None;
         for replica in &self.replicas {
             if tried.contains(&replica.id) {
                 refusals.tried += 1;
@@ -136,29 +143,29 @@ impl Pool {
             }
             match replica.standing(now) {
                 Standing::Open => open.push(replica),
-                Standing::Trial => {
-                    if let Some(admitted) = replica.admit(now) {
-                        return Ok(Chosen {
-                            admitted,
-                            reason: "trial".to_string(),
-                            score_ms: 0.0,
-                            prefix_tokens: 0,
-                            prefill_before: replica.slots.prefill_tokens(),
-                        });
-                    }
-                    refusals.add(format!("{}: being tried again", replica.id), 1_000);
-                }
+                Standing::Trial if replica.slots.is_full() => occupied = Some(replica),
+                Standing::Trial => match trial(replica, now) {
+                    Some(chosen) => return Ok(chosen),
+                    None => refusals.on_trial(replica),
+                },
+                Standing::OnTrial => refusals.on_trial(replica),
                 Standing::Closed {
                     reason,
                     retry_in_ms,
                 } => refusals.add(reason, retry_in_ms),
-                Standing::Unknown => refusals.undecided = true,
+                Standing::Unknown => refusals.unprobed = true,
             }
         }
         let candidates = self.candidates(&open, prompt, now);
         let weights = self.weights.load();
         // A replica may turn suspect between the look and the choice; then the others are looked at.
         let Some(choice) = score::choose(&asked.ask, &candidates, &weights, random::next()) else {
+            if let Some(replica) = occupied {
+                if let Some(chosen) = trial(replica, now) {
+                    return Ok(chosen);
+                }
+                refusals.on_trial(replica);
+            }
             return Err(refusals.into_unavailable(&self.model.name));
         };
         let (index, reason) = match self.rank(asked, &open, &candidates, choice.index, set, request)
@@ -301,6 +308,7 @@ pub struct Shared {
     pub prefix: Arc<Mutex<PrefixIndex>>,
     pub lessons: Arc<Mutex<Lessons>>,
     pub weights: Arc<ArcSwap<RoutingWeights>>,
+    pub queues: Arc<Queues>,
 }
 
 impl Default for Shared {
@@ -310,6 +318,7 @@ impl Default for Shared {
             prefix: Arc::new(Mutex::new(PrefixIndex::new(PREFIX_INDEX_MAX_BLOCKS))),
             lessons: Arc::default(),
             weights: Arc::default(),
+            queues: Arc::default(),
         }
     }
 }
@@ -320,7 +329,9 @@ struct Refusals {
     reasons: Vec<String>,
     more: usize,
     tried: usize,
-    undecided: bool,
+    /// Some replica has not been asked yet.
+    unprobed: bool,
+    on_trial: bool,
     retry_in_ms: Option<u64>,
 }
 
@@ -334,6 +345,12 @@ impl Refusals {
         }
     }
 
+    /// One request is finding out whether it works again.
+    fn on_trial(&mut self, replica: &Replica) {
+        self.on_trial = true;
+        self.add(format!("{}: being tried again", replica.id), 1_000);
+    }
+
     fn into_unavailable(mut self, model: &str) -> Unavailable {
         if self.more > 0 {
             self.reasons.push(format!("and {} more", self.more));
@@ -341,7 +358,7 @@ impl Refusals {
         if self.tried > 0 {
             self.reasons.push(format!("{} tried already", self.tried));
         }
-        if self.undecided {
+        if self.unprobed {
             self.reasons.push("some were not probed yet".to_string());
         }
         if self.reasons.is_empty() {
@@ -352,9 +369,20 @@ impl Refusals {
         Unavailable {
             reason: self.reasons.join("; "),
             retry_in: Duration::from_millis(self.retry_in_ms.unwrap_or(1_000)),
-            undecided: self.undecided,
+            undecided: self.unprobed || self.on_trial,
         }
     }
+}
+
+/// Sends this request to a suspect replica, unless another one is on its way there.
+fn trial(replica: &Arc<Replica>, now_ms: u64) -> Option<Chosen> {
+    Some(Chosen {
+        admitted: replica.admit(now_ms)?,
+        reason: "trial".to_string(),
+        score_ms: 0.0,
+        prefix_tokens: 0,
+        prefill_before: replica.slots.prefill_tokens(),
+    })
 }
 
 fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> ReplicaView<'a> {

@@ -22,6 +22,7 @@ const NAMES_SHOWN_MAX: usize = 5;
 pub async fn run(replica: Arc<Replica>, policies: Arc<Policies>) {
     let questions = Questions::new(replica.clone(), PROBE_TIMEOUT);
     let mut timeouts = 0;
+    let mut heard = replica.heard();
     loop {
         let started_ms = clock::now_ms();
         let probes = policies
@@ -39,6 +40,8 @@ pub async fn run(replica: Arc<Replica>, policies: Arc<Policies>) {
                 timeouts = 0;
                 publish(&replica, verdict, started_ms);
             }
+            // It is slow to answer probes because it answers requests.
+            None if replica.heard() != heard => timeouts = 0,
             None => {
                 timeouts += 1;
                 let was_ready = matches!(replica.readiness(), Readiness::Ready { .. });
@@ -53,6 +56,7 @@ pub async fn run(replica: Arc<Replica>, policies: Arc<Policies>) {
                 }
             }
         }
+        heard = replica.heard();
         replica.upstream.close_aged();
         // Jitter keeps many gateways from asking in step.
         let wait = PROBE_INTERVAL.mul_f64(0.9 + 0.2 * random::unit());

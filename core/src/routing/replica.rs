@@ -100,6 +100,8 @@ pub enum Standing {
     Open,
     /// Suspect: one request may try it.
     Trial,
+    /// Suspect, and one request is trying it.
+    OnTrial,
     Closed {
         reason: String,
         retry_in_ms: u64,
@@ -176,6 +178,11 @@ impl Replica {
         self.host.clone()
     }
 
+    /// How often anything came from it: one that counts on is alive.
+    pub fn heard(&self) -> u64 {
+        self.heard.load(Ordering::Relaxed)
+    }
+
     // Readiness.
 
     pub fn readiness(&self) -> Readiness {
@@ -214,6 +221,9 @@ impl Replica {
                 reason: format!("{}: {reason}", self.id),
                 retry_in_ms: 1_000,
             },
+            Readiness::Ready { .. } if state.breaker.state() == BreakerState::HalfOpen => {
+                Standing::OnTrial
+            }
             Readiness::Ready { .. } if !state.breaker.admits(now_ms) => Standing::Closed {
                 reason: format!("{}: {}", self.id, fault_text(state.breaker.last_fault())),
                 retry_in_ms: BREAKER_OPEN_MIN_MS,
@@ -365,7 +375,7 @@ impl Admitted {
     /// A trial succeeds at its first byte, any other request at its end.
     pub fn succeeded(&mut self) {
         let trial = self.is_trial();
-        self.waiting = None;
+        self.heard();
         self.admission = self.replica.state().breaker.success(self.admission);
         if trial {
             self.replica.pool_changed.notify_waiters();
@@ -374,6 +384,8 @@ impl Admitted {
 
     /// Busy is no fault. But it answers so fast that, with nothing in flight, it would attract all that comes.
     pub fn busy(&mut self) {
+        // It answered, so it is not silent, however long it took.
+        self.heard();
         self.replica.state().busy_until_ms = clock::now_ms() + BUSY_MS;
     }
 

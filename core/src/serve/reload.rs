@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{ServerOptions, check_engines};
-use crate::config::{self, Config, ConfigErrors, ConfigWatch};
+use crate::config::{self, Config, ConfigWatch};
 use crate::gateway::state::Gateway;
 
 /// Changes of the file that may wait to be looked at: only the last one matters.
@@ -17,6 +17,9 @@ const PENDING_MAX: usize = 1;
 pub struct Reloads {
     options: ServerOptions,
     gateway: Arc<Gateway>,
+    /// Held from reading the file until it is in force: of two reloads at once the later one must win, and each must
+    /// see the fleet that the other one made, else its probes would never end.
+    turn: Mutex<()>,
     state: Mutex<State>,
 }
 
@@ -32,6 +35,7 @@ impl Reloads {
         Arc::new(Reloads {
             options,
             gateway,
+            turn: Mutex::new(()),
             state: Mutex::new(State {
                 loaded_at_ms: unix_ms(),
                 last_error: None,
@@ -52,9 +56,12 @@ impl Reloads {
         let (changed, mut changes) = mpsc::channel(PENDING_MAX);
         let watching = watch.run(stop.clone(), changed);
         let applying = async {
-            while let Some(change) = changes.recv().await {
-                // The outcome is in the log and on the admin address.
-                let _ = self.take(change);
+            while changes.recv().await.is_some() {
+                let reloads = self.clone();
+                // The outcome is in the log and on the admin address. The file is read again, since a reload that
+                // was asked for may have taken a newer one meanwhile.
+                let taken = tokio::task::spawn_blocking(move || reloads.take());
+                let _ = taken.await;
             }
         };
         tokio::join!(watching, applying);
@@ -68,7 +75,7 @@ impl Reloads {
             .reload()
             .map(|set| set.generation())
             .map_err(|error| error.to_string());
-        let config = self.take(config::load(&self.options.config));
+        let config = self.take();
         match (config, policies) {
             (Ok(()), Ok(generation)) => Ok(format!(
                 "{} is in force, policies generation {generation}",
@@ -89,9 +96,10 @@ impl Reloads {
         });
     }
 
-    fn take(&self, change: Result<Config, ConfigErrors>) -> Result<(), String> {
+    fn take(&self) -> Result<(), String> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // The command line wins over the file at a reload as it does at the start.
-        let checked = change
+        let checked = config::load(&self.options.config)
             .map_err(|errors| errors.to_string())
             .and_then(|config| self.options.over(config))
             .and_then(|config| {

@@ -90,6 +90,10 @@ fn replica_status(replica: &Replica) -> ReplicaStatus {
         (Readiness::Unknown, _) => (ReplicaState::Unknown, "not probed yet".to_string()),
         (Readiness::NotReady { reason }, _) => (ReplicaState::NotReady, reason.clone()),
         (Readiness::Ready { .. }, Standing::Closed { reason, .. }) => (ReplicaState::Open, reason),
+        (Readiness::Ready { .. }, Standing::OnTrial) => (
+            ReplicaState::Open,
+            "one request is trying it again".to_string(),
+        ),
         (Readiness::Ready { .. }, _) => (
             ReplicaState::Ready,
             numbers
