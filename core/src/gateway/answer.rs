@@ -23,7 +23,7 @@ use super::relay::{self, Changes, First, Relay};
 use super::rename;
 use super::respond::EngineAnswer;
 use super::silence::Silence;
-use super::sse;
+use super::sse::{self, Event};
 use super::usage;
 use crate::telemetry::OpenRecord;
 use crate::upstream::UpstreamBody;
@@ -348,7 +348,9 @@ async fn assemble(
     let mut assembler = Assembler::new(kind);
     let mut batch = first;
     loop {
-        for event in sse::events(batch.whole()).filter(|event| !event.is_comment) {
+        // For several prompts llama.cpp begins with a `null`, which is no chunk.
+        let is_chunk = |event: &Event<'_>| !event.is_comment && event.data.as_ref() != b"null";
+        for event in sse::events(batch.whole()).filter(is_chunk) {
             exchange.event();
             if let Some(found) = usage::find_usage(&event.data) {
                 exchange.usage(found);

@@ -168,8 +168,10 @@ impl Usage {
         let fields: Fields = serde_json::from_str(json).ok()?;
         let details = fields.prompt_tokens_details.or(fields.input_tokens_details);
         // Anthropic counts what was read from and written to the cache apart from `input_tokens`.
-        let apart = fields.cache_read_input_tokens.unwrap_or(0)
-            + fields.cache_creation_input_tokens.unwrap_or(0);
+        let apart = fields
+            .cache_read_input_tokens
+            .unwrap_or(0)
+            .saturating_add(fields.cache_creation_input_tokens.unwrap_or(0));
         let usage = Usage {
             input: fields.prompt_tokens.or(fields
                 .input_tokens
