@@ -3,12 +3,17 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use llmgw_core::ctl::CtlArgs;
 use llmgw_core::policy::PolicyCommand;
 use llmgw_core::serve::ServerOptions;
+use llmgw_core::telemetry::log;
 use llmgw_core::{ctl, policy, serve};
+
+/// How long the end of the process waits for threads that hang in a system call.
+const EXIT_WAIT_MAX: Duration = Duration::from_millis(1_000);
 
 /// An OpenAI-compatible gateway for open-weight LLMs on your own machines.
 #[derive(Parser)]
@@ -76,7 +81,11 @@ fn server(arguments: ServerArguments) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match runtime.block_on(serve::run(options)) {
+    let ended = runtime.block_on(serve::run(options));
+    // A thread that hangs in a file system or in a stderr that nobody reads must not keep the process.
+    runtime.shutdown_timeout(EXIT_WAIT_MAX);
+    log::flush();
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");

@@ -281,7 +281,16 @@ pub fn parse(
     config.source = path.to_owned();
     config.text = SourceText(text.into());
     let rules = check::rules(&config);
-    let problems = report.finish(rules);
+    let mut problems = report.finish(rules);
+    // Said when nothing else is wrong: a file that was cut off before its models must not take them all away.
+    if problems.is_empty() && !root.has_key("models") {
+        let right = "list the models, or write `models: []` to serve none yet";
+        problems.push(problem::Finding::new(
+            problem::Place::root(),
+            "has no `models`",
+            right,
+        ));
+    }
     if problems.is_empty() {
         return Ok(config);
     }

@@ -24,6 +24,17 @@ pub(super) enum Node {
     Mapping(Vec<(Node, Node)>),
 }
 
+impl Node {
+    /// Whether a mapping has this key, whatever is under it.
+    pub fn has_key(&self, wanted: &str) -> bool {
+        let Node::Mapping(entries) = self else {
+            return false;
+        };
+        let is_wanted = |key: &Node| matches!(key, Node::Text(text) if text == wanted);
+        entries.iter().any(|(key, _)| is_wanted(key))
+    }
+}
+
 /// The largest file that is read.
 const FILE_MAX_BYTES: u64 = 8 << 20;
 

@@ -97,6 +97,11 @@ pub async fn look(
     response: Response<UpstreamBody>,
 ) -> Result<Accepted, Refused> {
     let (head, body) = response.into_parts();
+    if head.status.is_informational() {
+        // 101: nobody asked for another protocol, `Upgrade` ends at the gateway.
+        let text = format!("it answered {} to a plain request", head.status);
+        return Err(Refused::Broken(text));
+    }
     if head.status.is_client_error() || head.status.is_server_error() {
         return Err(refused(job.dialect, head, body).await);
     }

@@ -38,10 +38,10 @@ use crate::telemetry::access::{AccessRecord, Outcome};
 const BODY_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The band of callers who have none of their own.
 const OPEN_BAND: &str = "standard";
+/// A longer name of a model is not shown back: 50 MB of one would be copied into error and record.
+const MODEL_NAME_MAX_BYTES: usize = 1024;
 /// A session name longer than this is cut: it is a hint, not data.
 const SESSION_MAX_BYTES: usize = 256;
-/// Of a model's name that there is not: it is said again in the answer and kept in the record. Configured ones have 256.
-const MODEL_ASKED_MAX_BYTES: usize = 512;
 
 /// Answers one request. Every failure goes through `respond::failure`, every record through its own drop.
 pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Response<ClientBody> {
@@ -83,7 +83,9 @@ async fn serve(
     }
     let runtime = gateway.runtime.load_full();
     let path = parts.uri.path();
-    if !path.starts_with("/v1/") || has_dot_segment(path) {
+    // A tunnel is none of our routes, and TRACE would show the client the key that the engine gets.
+    let is_for_proxies = matches!(parts.method, Method::CONNECT | Method::TRACE);
+    if is_for_proxies || !path.starts_with("/v1/") || has_dot_segment(path) {
         return Err(Failure::UnknownRoute {
             method: parts.method.to_string(),
             path: path.to_string(),
@@ -102,6 +104,10 @@ async fn serve(
     let bytes = read_body(&parts.headers, body, runtime.config.limits.body_max).await?;
     let understood = understand(&parts, bytes, dialect)?;
     let asked_name = name_asked(&understood, &parts.headers, dialect, &runtime, &caller)?;
+    if asked_name.len() > MODEL_NAME_MAX_BYTES {
+        let text = format!("the model's name is longer than {MODEL_NAME_MAX_BYTES} bytes");
+        return Err(Failure::InvalidJson(text));
+    }
     note(record, |record| record.model_asked = asked_name.to_string());
     let model = resolve(&runtime, &caller, &asked_name)?;
     let set = gateway.policies.current();
@@ -215,10 +221,7 @@ fn name_asked(
     caller: &Caller,
 ) -> Result<Arc<str>, Failure> {
     if let Some(model) = &understood.model {
-        // Longer than any configured name, so it can't become one by being cut.
-        let mut name = model.clone();
-        truncate(&mut name, MODEL_ASKED_MAX_BYTES);
-        return Ok(Arc::from(name));
+        return Ok(Arc::from(model.as_str()));
     }
     if let Some(value) = headers.get(X_LLMGW_MODEL) {
         return Ok(Arc::from(&*String::from_utf8_lossy(value.as_bytes())));

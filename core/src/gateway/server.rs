@@ -185,7 +185,9 @@ where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 {
     let is_http2 = AtomicBool::new(false);
+    let has_asked = AtomicBool::new(false);
     let service = service_fn(|request: Request<Incoming>| {
+        has_asked.store(true, Ordering::Relaxed);
         is_http2.store(request.version() == Version::HTTP_2, Ordering::Relaxed);
         // hyper keeps room for this future as long as the connection lives, several KB that a stream, whose
         // request was handled long ago, needs no more. A box is freed with it.
@@ -197,10 +199,16 @@ where
     let ended = {
         let mut serving = pin!(departure.watch(connection.as_mut()));
         let mut stopped = pin!(stop.begins.cancelled());
+        // hyper has a limit for a head, and none for the first bytes, from which it tells the protocol.
+        let mut first_request = pin!(tokio::time::sleep(HEADER_READ_TIMEOUT));
         let mut is_registered = false;
         poll_fn(|context| {
             if let Poll::Ready(ended) = serving.as_mut().poll(context) {
                 return Poll::Ready(Some(ended));
+            }
+            if !has_asked.load(Ordering::Relaxed) && first_request.as_mut().poll(context).is_ready()
+            {
+                return Poll::Ready(Some(Err("no request came".into())));
             }
             // A look at the token takes a lock that all connections share, so it is not taken with every event:
             // once, to be woken by it, and again when the gateway drains, which is what comes before the stop.

@@ -28,6 +28,8 @@ use crate::telemetry::{Telemetry, log};
 
 /// Connections that the kernel completes before they are accepted.
 const LISTEN_BACKLOG: u32 = 4_096;
+/// For connections to close once nothing is at work: half a request head or half an HTTP/2 frame holds one open.
+const CLOSE_WAIT_MAX: Duration = Duration::from_secs(5);
 /// For the last answers to leave once every request is done.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -200,7 +202,7 @@ async fn drain(
     let finished = async {
         at_work.wait().await;
         stop.clients.is_idle.cancel();
-        connections.wait().await;
+        let _ = tokio::time::timeout(CLOSE_WAIT_MAX, connections.wait()).await;
     };
     let done = tokio::select! {
         () = finished => true,

@@ -1,5 +1,6 @@
 //! A configuration that changed: read whole, checked, put in force, or refused with the last good one kept.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -20,6 +21,9 @@ pub struct Reloads {
     /// Held from reading the file until it is in force: of two reloads at once the later one must win, and each must
     /// see the fleet that the other one made, else its probes would never end.
     turn: Mutex<()>,
+    /// A reload in the background waits for its turn; a further one would find nothing else.
+    is_waiting: AtomicBool,
+    background_turn: Mutex<()>,
     state: Mutex<State>,
 }
 
@@ -36,6 +40,8 @@ impl Reloads {
             options,
             gateway,
             turn: Mutex::new(()),
+            is_waiting: AtomicBool::new(false),
+            background_turn: Mutex::new(()),
             state: Mutex::new(State {
                 loaded_at_ms: unix_ms(),
                 last_error: None,
@@ -91,7 +97,14 @@ impl Reloads {
 
     /// As `now`, without waiting for it.
     pub fn in_background(self: Arc<Self>) {
+        // Each holds a thread, for as long as the file system hangs: one at work and one that waits are enough.
+        if self.is_waiting.swap(true, Ordering::Relaxed) {
+            return;
+        }
         tokio::task::spawn_blocking(move || {
+            let turn = &self.background_turn;
+            let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+            self.is_waiting.store(false, Ordering::Relaxed);
             let _ = self.now();
         });
     }

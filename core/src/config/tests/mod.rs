@@ -60,8 +60,22 @@ fn read(text: &str) -> Result<Config, ConfigErrors> {
     parse(Path::new("etc/llmgw.yaml"), text.to_owned(), &env)
 }
 
+/// A text without models is one that is about something else.
 fn good(text: &str) -> Config {
-    read(text).unwrap_or_else(|errors| panic!("{errors}"))
+    let models = match text.contains("models:") {
+        true => "",
+        false => "models: []\n",
+    };
+    read(&format!("{}\n{models}", text.trim_end())).unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+#[test]
+fn a_file_that_was_cut_off_before_its_models_is_refused() {
+    check(&[(
+        "listen: 127.0.0.1:8080\nadmin: 127.0.0.1:8081\n",
+        &["1 : has no `models` (list the models, or write `models: []` to serve none yet)"],
+    )]);
+    assert!(good("models: []\n").catalog.models.is_empty());
 }
 
 /// The problems as `line path: wrong (right)`.
