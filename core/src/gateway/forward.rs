@@ -9,15 +9,17 @@ use std::time::{Duration, Instant};
 use http::Response;
 use llmgw_plugins::ErrorClass;
 
-use super::answer::{self, Refused};
+use super::answer::{self, Accepted, Refused};
 use super::body::ClientBody;
 use super::exchange::Exchange;
-use super::job::Job;
+use super::job::{Job, Outgoing};
 use super::respond::{EngineAnswer, Failure};
 use crate::clock;
 use crate::flow::permit::Permit;
 use crate::routing::breaker::Fault;
 use crate::routing::pool::{Chosen, Unavailable};
+use crate::routing::replica::Admitted;
+use crate::telemetry::OpenRecord;
 use crate::telemetry::access::Outcome;
 use crate::telemetry::metrics::UpstreamError;
 use crate::upstream::SendError;
@@ -63,7 +65,7 @@ pub async fn attempts(mut job: Box<Job>) -> Result<Response<ClientBody>, Failure
 }
 
 /// Writes down why a request was not answered.
-pub fn record_failure(record: &mut crate::telemetry::OpenRecord, failure: &Failure) {
+pub fn record_failure(record: &mut OpenRecord, failure: &Failure) {
     record.status = failure.status().as_u16();
     record.code = failure.code();
     record.outcome = match failure {
@@ -259,43 +261,8 @@ async fn attempt(
         record.replica = replica.id.clone();
         record.engine = replica.engine.clone();
     }
-    // A whole answer is silent until it is done, which may take minutes: only where events are due does silence tell.
-    let tells_by_silence = job.pool.replicas.len() > 1 && (job.facts.stream || outgoing.assemble);
-    let limit = match admitted.is_trial() && tells_by_silence {
-        true => job
-            .config
-            .limits
-            .first_byte_timeout
-            .min(TRIAL_FIRST_BYTE_MAX),
-        false => job.config.limits.first_byte_timeout,
-    };
     let sent_at = Instant::now();
-    admitted.sent(tells_by_silence);
-    let call = async {
-        let request = || job.request(&replica, &outgoing);
-        // Only the first attempt may meet a stale connection: its transparent retry is a call too.
-        let response = match attempt {
-            0 => replica.upstream.send(request, calls).await?,
-            _ => replica.upstream.send_fresh(request, calls).await?,
-        };
-        Ok(answer::look(job, &outgoing, response).await)
-    };
-    let looked = match tokio::time::timeout(limit, call).await {
-        Ok(Ok(looked)) => looked,
-        Ok(Err(error)) => return Err(unsent(job, &mut admitted, error)),
-        Err(_) => {
-            admitted.fault(Fault::FirstByteTimeout);
-            job.pool
-                .metrics
-                .upstream_error(UpstreamError::FirstByteTimeout);
-            let text = format!("sent nothing within {limit:?}");
-            return Err(elsewhere(&replica.id, &text, TroubleKind::Silent(limit)));
-        }
-    };
-    let accepted = match looked {
-        Ok(accepted) => accepted,
-        Err(refused) => return Err(refusal(job, &mut admitted, refused)),
-    };
+    let accepted = call(job, &mut admitted, &outgoing, attempt, calls).await?;
     let Some(record) = job.record.take() else {
         return Err(Setback::Final(Failure::ShuttingDown));
     };
@@ -325,12 +292,48 @@ async fn attempt(
         })
 }
 
-/// Nothing came back at all.
-fn unsent(
+/// Sends a request and looks at what comes, within the time that this replica deserves.
+async fn call(
     job: &Job,
-    admitted: &mut crate::routing::replica::Admitted,
-    error: SendError,
-) -> Setback {
+    admitted: &mut Admitted,
+    outgoing: &Outgoing,
+    attempt: u32,
+    calls: &mut u32,
+) -> Result<Accepted, Setback> {
+    let replica = admitted.replica.clone();
+    let first_byte_timeout = job.config.limits.first_byte_timeout;
+    // A whole answer is silent until it is done, which may take minutes: only where events are due does silence tell.
+    let tells_by_silence = job.pool.replicas.len() > 1 && (job.facts.stream || outgoing.assemble);
+    let limit = match admitted.is_trial() && tells_by_silence {
+        true => first_byte_timeout.min(TRIAL_FIRST_BYTE_MAX),
+        false => first_byte_timeout,
+    };
+    admitted.sent(tells_by_silence);
+    let answered = async {
+        let request = || job.request(&replica, outgoing);
+        // Only the first attempt may meet a stale connection: its transparent retry is a call too.
+        let response = match attempt {
+            0 => replica.upstream.send(request, calls).await?,
+            _ => replica.upstream.send_fresh(request, calls).await?,
+        };
+        Ok(answer::look(job, outgoing, response).await)
+    };
+    match tokio::time::timeout(limit, answered).await {
+        Ok(Ok(Ok(accepted))) => Ok(accepted),
+        Ok(Ok(Err(refused))) => Err(refusal(job, admitted, refused)),
+        Ok(Err(error)) => Err(unsent(job, admitted, error)),
+        Err(_) => {
+            admitted.fault(Fault::FirstByteTimeout);
+            let metrics = &job.pool.metrics;
+            metrics.upstream_error(UpstreamError::FirstByteTimeout);
+            let text = format!("sent nothing within {limit:?}");
+            Err(elsewhere(&replica.id, &text, TroubleKind::Silent(limit)))
+        }
+    }
+}
+
+/// Nothing came back at all.
+fn unsent(job: &Job, admitted: &mut Admitted, error: SendError) -> Setback {
     let (fault, counted, kind) = match &error {
         SendError::Connect(_) => (
             Fault::Connect,
@@ -350,11 +353,7 @@ fn unsent(
 }
 
 /// An engine said no, or nothing that is an answer.
-fn refusal(
-    job: &Job,
-    admitted: &mut crate::routing::replica::Admitted,
-    refused: Refused,
-) -> Setback {
+fn refusal(job: &Job, admitted: &mut Admitted, refused: Refused) -> Setback {
     let replica = admitted.replica.clone();
     let mut answer = match refused {
         Refused::Broken(text) => {

@@ -7,7 +7,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
 use http::request::Parts;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, Response, Version};
@@ -111,10 +111,16 @@ async fn serve(
     note(record, |record| record.model_asked = asked_name.to_string());
     let model = resolve(&runtime, &caller, &asked_name)?;
     let set = gateway.policies.current();
-    let job = prepare(
-        gateway, &runtime, set, parts, request_id, understood, asked_name, model, &caller, dialect,
-        record,
-    )?;
+    let arrived = Arrived {
+        parts,
+        request_id: request_id.clone(),
+        understood,
+        asked_name,
+        model,
+        caller,
+        dialect,
+    };
+    let job = prepare(gateway, &runtime, set, arrived, record)?;
     send(job).await
 }
 
@@ -247,38 +253,44 @@ fn resolve(runtime: &Runtime, caller: &Caller, asked: &str) -> Result<Arc<Model>
     }
 }
 
+/// A request whose model is known.
+struct Arrived {
+    parts: Parts,
+    request_id: http::HeaderValue,
+    understood: Understood,
+    asked_name: Arc<str>,
+    model: Arc<Model>,
+    caller: Caller,
+    dialect: Dialect,
+}
+
 /// Puts together everything that the attempts need.
-#[allow(clippy::too_many_arguments)] // Each is a step's result, named in the story above.
 fn prepare(
     gateway: &Arc<Gateway>,
     runtime: &Runtime,
     set: Arc<PolicySet>,
-    mut parts: Parts,
-    request_id: &http::HeaderValue,
-    understood: Understood,
-    asked_name: Arc<str>,
-    model: Arc<Model>,
-    caller: &Caller,
-    dialect: Dialect,
+    arrived: Arrived,
     record: &mut Option<OpenRecord>,
 ) -> Result<Box<Job>, Failure> {
+    let Arrived {
+        mut parts,
+        request_id,
+        understood,
+        asked_name,
+        model,
+        caller,
+        dialect,
+    } = arrived;
     let Some(pool) = runtime.fleet.pool(&model.name) else {
         return Err(Failure::UnknownModel {
             asked: asked_name.to_string(),
-            known: models::names(runtime, caller),
+            known: models::names(runtime, &caller),
         });
     };
-    let band_hint = parts
-        .headers
-        .get(X_LLMGW_BAND)
-        .and_then(|value| value.to_str().ok())
-        .map(str::to_string);
-    let debug = parts
-        .headers
-        .get(X_LLMGW_DEBUG)
-        .is_some_and(|value| value.as_bytes() == b"1");
+    let band_hint = text_of(&parts.headers, &X_LLMGW_BAND);
+    let debug = text_of(&parts.headers, &X_LLMGW_DEBUG).is_some_and(|value| value == "1");
     headers::towards_engine(&mut parts.headers);
-    parts.headers.insert(X_REQUEST_ID, request_id.clone());
+    parts.headers.insert(X_REQUEST_ID, request_id);
     let facts = understood.facts;
     let prompt_bytes = understood.body.bytes().len() as u64;
     let mut job = Box::new(Job {
@@ -308,7 +320,7 @@ fn prepare(
         set,
         record: None,
     });
-    let band = classify(&job, caller, band_hint.as_deref());
+    let band = classify(&job, &caller, band_hint.as_deref());
     if let Some(spec) = set_band(&job.set, &band.name) {
         job.queue_ttl = Duration::from_millis(band.ttl_ms.unwrap_or(spec.ttl_ms));
         job.queue_max = u32::try_from(spec.max_queue).unwrap_or(u32::MAX);
@@ -322,6 +334,10 @@ fn prepare(
     }
     job.record = record.take();
     Ok(job)
+}
+
+fn text_of(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+    headers.get(name)?.to_str().ok().map(str::to_string)
 }
 
 /// Asks the policy for the band.

@@ -13,13 +13,14 @@ use std::time::Duration;
 
 use llmgw_plugins::{Policies, PolicyOptions};
 use tokio::net::{TcpListener, TcpSocket};
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use self::reload::Reloads;
 use self::signals::Signals;
 use crate::admin::{self, Admin};
-use crate::config::{self, Config};
+use crate::config::{self, Config, TlsFiles};
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
 use crate::gateway::tls;
@@ -73,48 +74,48 @@ impl std::fmt::Display for ServerError {
 
 impl std::error::Error for ServerError {}
 
+/// Everything that can be wrong before an address is opened.
+struct Checked {
+    config: Config,
+    policies: Arc<Policies>,
+    client_tls: Option<TlsAcceptor>,
+    admin_tls: Option<TlsAcceptor>,
+}
+
+/// The opened addresses.
+struct Bound {
+    clients: Listener,
+    admin: TcpListener,
+    addresses: report::Addresses,
+}
+
 /// Runs a server to its end.
 pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
-    let config = read_config(&options)?;
-    let policies = open_policies(&options, &config)?;
-    check_engines(&config, &policies)?;
-    let client_tls = config
-        .listen
-        .tls
-        .as_ref()
-        .map(tls::acceptor)
-        .transpose()
-        .map_err(|error| ServerError::Configuration(error.to_string()))?;
-    let admin_tls = config
-        .admin
-        .tls
-        .as_ref()
-        .map(tls::acceptor)
-        .transpose()
-        .map_err(|error| ServerError::Configuration(error.to_string()))?;
+    let checked = check(&options)?;
     if options.check {
         println!("{}: ok", options.config.display());
-        for said in config::warnings(&config)
-            .iter()
-            .chain(&config::not_yet_enforced(&config))
-        {
+        for said in remarks(&checked.config) {
             eprintln!("warning: {said}");
         }
         return Ok(());
     }
-    let telemetry = start_telemetry(&config);
+    let telemetry = start_telemetry(&checked.config);
     raise_file_limit();
     let mut signals = Signals::install().map_err(start_error("signals"))?;
-    let client_address = config.listen.address;
-    let clients = bind(client_address, "listen")?;
-    let admin_listener = bind(config.admin.address, "admin")?;
-    let addresses = report::Addresses {
-        clients: clients.local_addr().unwrap_or(client_address),
-        clients_tls: client_tls.is_some(),
-        admin: admin_listener.local_addr().unwrap_or(config.admin.address),
-        admin_tls: admin_tls.is_some(),
-    };
-    say_what_is_not_done(&config);
+    let Bound {
+        clients,
+        admin: admin_listener,
+        addresses,
+    } = bind_all(&checked)?;
+    let Checked {
+        config,
+        policies,
+        admin_tls,
+        ..
+    } = checked;
+    for said in remarks(&config) {
+        tracing::warn!("{said}");
+    }
     let token = config.admin.token.clone();
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
@@ -147,12 +148,8 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
         scheme(addresses.admin_tls),
         addresses.admin
     );
-    let listener = Listener {
-        tcp: clients,
-        tls: client_tls,
-    };
     let serving = tokio::spawn(server::serve(
-        listener,
+        clients,
         gateway.clone(),
         stop.clients.clone(),
     ));
@@ -264,13 +261,51 @@ fn start_telemetry(config: &Config) -> Arc<Telemetry> {
     Telemetry::start(format)
 }
 
-fn say_what_is_not_done(config: &Config) {
-    for said in config::warnings(config) {
-        tracing::warn!("{said}");
-    }
-    for said in config::not_yet_enforced(config) {
-        tracing::warn!("{said}");
-    }
+/// What is probably not meant, and what this version does not do yet.
+fn remarks(config: &Config) -> impl Iterator<Item = String> {
+    config::warnings(config)
+        .into_iter()
+        .chain(config::not_yet_enforced(config))
+}
+
+/// Reads and checks all that the operator wrote.
+fn check(options: &ServerOptions) -> Result<Checked, ServerError> {
+    let config = read_config(options)?;
+    let policies = open_policies(options, &config)?;
+    check_engines(&config, &policies)?;
+    Ok(Checked {
+        client_tls: acceptor(config.listen.tls.as_ref())?,
+        admin_tls: acceptor(config.admin.tls.as_ref())?,
+        config,
+        policies,
+    })
+}
+
+fn acceptor(files: Option<&TlsFiles>) -> Result<Option<TlsAcceptor>, ServerError> {
+    files
+        .map(tls::acceptor)
+        .transpose()
+        .map_err(|error| ServerError::Configuration(error.to_string()))
+}
+
+fn bind_all(checked: &Checked) -> Result<Bound, ServerError> {
+    let config = &checked.config;
+    let clients = bind(config.listen.address, "listen")?;
+    let admin = bind(config.admin.address, "admin")?;
+    let addresses = report::Addresses {
+        clients: clients.local_addr().unwrap_or(config.listen.address),
+        clients_tls: checked.client_tls.is_some(),
+        admin: admin.local_addr().unwrap_or(config.admin.address),
+        admin_tls: checked.admin_tls.is_some(),
+    };
+    Ok(Bound {
+        clients: Listener {
+            tcp: clients,
+            tls: checked.client_tls.clone(),
+        },
+        admin,
+        addresses,
+    })
 }
 
 fn bind(address: SocketAddr, what: &str) -> Result<TcpListener, ServerError> {
