@@ -35,6 +35,8 @@ pub struct Assembler {
     held_bytes: usize,
     max_bytes: usize,
     state: State,
+    /// `usage` is that of the first choice, or of all.
+    has_counts_of_first: bool,
 }
 
 /// Which answer is put together.
@@ -98,6 +100,20 @@ impl fmt::Display for AssembleError {
     }
 }
 
+/// Whether a chunk is about other choices than the first. One without choices is about all of them.
+fn is_of_another(chunk: &Members<'_>) -> Result<bool, AssembleError> {
+    let Some((_, raw)) = chunk.0.iter().find(|(key, _)| key == "choices") else {
+        return Ok(false);
+    };
+    if raw.get() == "null" {
+        return Ok(false);
+    }
+    let choices: Vec<Members<'_>> =
+        serde_json::from_str(raw.get()).map_err(AssembleError::bad_chunk)?;
+    let is_first = |choice: &Members<'_>| choice.index().unwrap_or(0) == 0;
+    Ok(!choices.is_empty() && !choices.iter().any(is_first))
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Empty,
@@ -120,6 +136,7 @@ impl Assembler {
             held_bytes: 0,
             max_bytes,
             state: State::Empty,
+            has_counts_of_first: false,
         }
     }
 
@@ -148,8 +165,12 @@ impl Assembler {
             return Ok(Push::Error(error));
         }
         let chunk: Members<'_> = serde_json::from_slice(data).map_err(AssembleError::bad_chunk)?;
+        let has_counts = chunk.0.iter().any(|(key, _)| key == "usage");
+        let is_of_another = has_counts && is_of_another(&chunk)?;
         for (key, raw) in chunk.0 {
             match key.as_ref() {
+                // For several prompts llama.cpp counts each choice's own, and answers at once with those of the first.
+                "usage" | "timings" if is_of_another && self.has_counts_of_first => {}
                 "choices" => {
                     self.held_bytes += self.answer.mark("choices");
                     self.push_choices(raw)?;
@@ -158,6 +179,7 @@ impl Assembler {
                 _ => self.held_bytes += self.answer.merge(Part::Answer, &key, raw.get())?,
             }
         }
+        self.has_counts_of_first |= has_counts && !is_of_another;
         if self.state == State::Empty {
             self.state = State::Begun;
         }
@@ -296,6 +318,25 @@ mod tests {
 
     fn answered(engine: &str, name: &str) -> Json {
         serde_json::from_slice(&recording(engine, name).body()).unwrap()
+    }
+
+    #[test]
+    fn of_several_prompts_the_counts_are_those_of_the_first_whichever_ends_last() {
+        let chunk = |index: u32, tokens: u32| {
+            format!(
+                r#"{{"choices":[{{"text":"x","index":{index},"finish_reason":"length"}}],"usage":{{"prompt_tokens":{tokens}}}}}"#
+            )
+        };
+        for order in [[(0, 5), (1, 2)], [(1, 2), (0, 5)]] {
+            let mut assembler = Assembler::new(AnswerKind::Completion);
+            for (index, tokens) in order {
+                assembler.push(chunk(index, tokens).as_bytes()).unwrap();
+            }
+            assembler.push(b"[DONE]").unwrap();
+            let answer: Json = serde_json::from_slice(&assembler.finish().unwrap()).unwrap();
+            assert_eq!(answer["usage"]["prompt_tokens"], 5, "{order:?}");
+            assert_eq!(answer["choices"].as_array().unwrap().len(), 2);
+        }
     }
 
     /// Assembles chat chunks, or with `choices` only their `choices`.

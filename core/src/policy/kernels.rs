@@ -286,7 +286,7 @@ fn route(snapshot: &Snapshot, set: &PolicySet, ask: &RouteAsk, pool: &[PoolRepli
             }
         }
     }
-    let candidates: Vec<Candidate> = open.iter().map(|replica| candidate(replica)).collect();
+    let candidates: Vec<Candidate> = open.iter().map(|replica| replica.candidate()).collect();
     let view = PoolView {
         model: &ask.model,
         replicas: pool.len() as u64,
@@ -323,7 +323,7 @@ fn route(snapshot: &Snapshot, set: &PolicySet, ask: &RouteAsk, pool: &[PoolRepli
 }
 
 /// Why a replica takes nothing new.
-fn closed(snapshot: &Snapshot, replica: &PoolReplica) -> Option<(&'static str, String)> {
+pub(crate) fn closed(snapshot: &Snapshot, replica: &PoolReplica) -> Option<(&'static str, String)> {
     let known = snapshot.replicas.get(&replica.id);
     if let Some(known) = known.filter(|known| known.state != ShardState::Ready) {
         let state = serde_json::to_value(known.state).unwrap_or_default();
@@ -338,26 +338,6 @@ fn closed(snapshot: &Snapshot, replica: &PoolReplica) -> Option<(&'static str, S
         return None;
     }
     Some((NODE_STATE, format!("the node is {}", node.state.as_str())))
-}
-
-fn candidate(replica: &PoolReplica) -> Candidate {
-    let unknown = Candidate::default();
-    Candidate {
-        inflight: replica.inflight,
-        queued: replica.queued,
-        slots: replica.slots,
-        prefill_tokens: replica.prefill_tokens,
-        ms_per_prefill_token: replica
-            .ms_per_prefill_token
-            .unwrap_or(unknown.ms_per_prefill_token),
-        running: replica.running,
-        waiting: replica.waiting,
-        kv: replica.kv,
-        metrics_age_ms: replica.metrics_age_ms,
-        errors_1m: replica.errors_1m as u32,
-        prefix_tokens: replica.prefix_tokens,
-        ..unknown
-    }
 }
 
 /// The native choice comes first, then the others in their order.

@@ -3,7 +3,7 @@
 //! - [`test`]: `llmgw policy test`. [`OwnKernels`] is what tests drive.
 
 mod junit;
-mod kernels;
+pub(crate) mod kernels;
 pub mod test;
 
 use std::path::PathBuf;

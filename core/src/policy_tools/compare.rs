@@ -9,7 +9,8 @@ use serde_json::Value;
 
 use super::diff::{Change, Difference};
 use crate::control::placement::{Attempt, Decision, JobSpec, Ranking, place};
-use crate::control::snapshot::{NodeState, PoolReplica, Snapshot};
+use crate::control::snapshot::{PoolReplica, Snapshot};
+use crate::policy::kernels;
 use crate::routing::score::{Ask, Candidate, choose};
 
 /// Prompts of the requests that are routed and classified, in tokens.
@@ -375,14 +376,9 @@ fn route(
 ) -> Option<(String, bool)> {
     let open: Vec<&PoolReplica> = replicas
         .iter()
-        .filter(|replica| {
-            let node = replica.node.as_ref().and_then(|id| snapshot.nodes.get(id));
-            let known = snapshot.replicas.get(&replica.id);
-            node.is_none_or(|node| node.state == NodeState::Ready)
-                && known.is_none_or(|known| known.state.stays())
-        })
+        .filter(|replica| kernels::closed(snapshot, replica).is_none())
         .collect();
-    let candidates: Vec<Candidate> = open.iter().map(|replica| candidate(replica)).collect();
+    let candidates: Vec<Candidate> = open.iter().map(|replica| replica.candidate()).collect();
     let ask = Ask {
         input_tokens: tokens,
         est_output_tokens: ANSWER_TOKENS,
@@ -410,26 +406,6 @@ fn route(
     let by_hook = ranked.is_some();
     let index = ranked.map_or(choice.index, |ranked| seen[ranked.index]);
     Some((open[index].id.clone(), by_hook))
-}
-
-fn candidate(replica: &PoolReplica) -> Candidate {
-    let unknown = Candidate::default();
-    Candidate {
-        inflight: replica.inflight,
-        queued: replica.queued,
-        slots: replica.slots,
-        prefill_tokens: replica.prefill_tokens,
-        ms_per_prefill_token: replica
-            .ms_per_prefill_token
-            .unwrap_or(unknown.ms_per_prefill_token),
-        running: replica.running,
-        waiting: replica.waiting,
-        kv: replica.kv,
-        metrics_age_ms: replica.metrics_age_ms,
-        errors_1m: replica.errors_1m as u32,
-        prefix_tokens: replica.prefix_tokens,
-        ..unknown
-    }
 }
 
 #[cfg(test)]

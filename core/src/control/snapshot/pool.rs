@@ -6,6 +6,7 @@ use llmgw_plugins::ReplicaView;
 use serde::{Deserialize, Serialize};
 
 use super::facts::pairs;
+use crate::routing::score::Candidate;
 
 /// One replica, or one static endpoint. A number that is absent is unknown, but for counts, which are 0.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -53,6 +54,27 @@ impl PoolReplica {
     /// Labels for [`PoolReplica::view`], which borrows them.
     pub fn label_pairs(&self) -> Vec<(String, String)> {
         pairs(&self.labels)
+    }
+
+    /// What the native scorer sees.
+    pub fn candidate(&self) -> Candidate {
+        let unknown = Candidate::default();
+        Candidate {
+            inflight: self.inflight,
+            queued: self.queued,
+            slots: self.slots,
+            prefill_tokens: self.prefill_tokens,
+            ms_per_prefill_token: self
+                .ms_per_prefill_token
+                .unwrap_or(unknown.ms_per_prefill_token),
+            running: self.running,
+            waiting: self.waiting,
+            kv: self.kv,
+            metrics_age_ms: self.metrics_age_ms,
+            errors_1m: self.errors_1m as u32,
+            prefix_tokens: self.prefix_tokens,
+            ..unknown
+        }
     }
 
     pub fn view<'a>(&'a self, labels: &'a [(String, String)]) -> ReplicaView<'a> {
