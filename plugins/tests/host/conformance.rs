@@ -9,7 +9,7 @@ use llmgw_plugins::{
 use crate::Dir;
 
 /// Cases for each hook; `LLMGW_CONFORMANCE_CASES` asks for more.
-const CASES: u64 = 5_000;
+const CASES: u64 = 100_000;
 
 fn cases() -> u64 {
     std::env::var("LLMGW_CONFORMANCE_CASES")
