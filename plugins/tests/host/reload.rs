@@ -41,6 +41,11 @@ fn a_mistake_is_refused_with_its_place_and_reason() {
         ),
         (
             "routing.lua",
+            "return function() end",
+            "policies/routing.lua: must return a table with `api = 1`, it returned a function",
+        ),
+        (
+            "routing.lua",
             "local x = 1",
             "policies/routing.lua: must return a table with `api = 1`, it returned a nil",
         ),
