@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use http::response::Parts;
 use http::{HeaderMap, Method, Response, StatusCode};
@@ -16,6 +16,7 @@ use super::dialect::{Dialect, StreamError};
 use super::engine_error;
 use super::events::{Batch, EventStream, Step};
 use super::exchange::{Ending, Exchange};
+use super::gathered::Gathered;
 use super::headers;
 use super::job::{Job, Outgoing};
 use super::pass::Passing;
@@ -214,39 +215,21 @@ enum Read {
 }
 
 async fn read_up_to(mut body: UpstreamBody, limit: usize) -> Read {
-    let mut first = Bytes::new();
-    let mut joined = BytesMut::new();
+    let mut gathered = Gathered::default();
     loop {
         match body.frame().await {
-            None => break,
-            Some(Err(error)) => return Read::Broken(join(first, joined), error),
+            None => return Read::Whole(gathered.into_bytes()),
+            Some(Err(error)) => return Read::Broken(gathered.into_bytes(), error),
             Some(Ok(frame)) => {
                 let Ok(chunk) = frame.into_data() else {
                     continue;
                 };
-                // One chunk is the usual case, and needs no copy.
-                if first.is_empty() && joined.is_empty() {
-                    first = chunk;
-                } else {
-                    if joined.is_empty() {
-                        joined.extend_from_slice(&std::mem::take(&mut first));
-                    }
-                    joined.extend_from_slice(&chunk);
-                }
-                if first.len() + joined.len() > limit {
-                    return Read::Longer(join(first, joined), body);
+                gathered.push(chunk);
+                if gathered.len() > limit {
+                    return Read::Longer(gathered.into_bytes(), body);
                 }
             }
         }
-    }
-    Read::Whole(join(first, joined))
-}
-
-fn join(first: Bytes, joined: BytesMut) -> Bytes {
-    if joined.is_empty() {
-        first
-    } else {
-        joined.freeze()
     }
 }
 

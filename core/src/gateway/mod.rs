@@ -15,6 +15,7 @@ pub mod engine_error;
 pub mod events;
 pub mod exchange;
 pub mod forward;
+pub mod gathered;
 pub mod headers;
 pub mod hold;
 pub mod job;

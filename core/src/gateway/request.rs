@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
 use http::request::Parts;
 use http::uri::PathAndQuery;
@@ -19,6 +19,7 @@ use super::auth::Caller;
 use super::body::ClientBody;
 use super::dialect::Dialect;
 use super::forward;
+use super::gathered::Gathered;
 use super::headers::{self, X_LLMGW_BAND, X_LLMGW_DEBUG, X_LLMGW_MODEL, X_REQUEST_ID};
 use super::hold::Held;
 use super::job::{Body, Facts, Job};
@@ -410,8 +411,7 @@ async fn read_body(
     if announced.is_some_and(|length| length > limit_bytes) {
         return Err(too_large());
     }
-    let mut first = Bytes::new();
-    let mut joined = BytesMut::new();
+    let mut gathered = Gathered::announced(announced.unwrap_or(0) as usize);
     let mut silence = Silence::new(BODY_IDLE_TIMEOUT, None);
     loop {
         let polled = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
@@ -431,25 +431,12 @@ async fn read_body(
         let Ok(chunk) = frame.into_data() else {
             continue;
         };
-        if (first.len() + joined.len() + chunk.len()) as u64 > limit_bytes {
+        if (gathered.len() + chunk.len()) as u64 > limit_bytes {
             return Err(too_large());
         }
-        // A small body is one frame, and needs no copy.
-        if first.is_empty() && joined.is_empty() {
-            first = chunk;
-            continue;
-        }
-        if joined.is_empty() {
-            joined.reserve(announced.unwrap_or(0) as usize);
-            joined.extend_from_slice(&std::mem::take(&mut first));
-        }
-        joined.extend_from_slice(&chunk);
+        gathered.push(chunk);
     }
-    Ok(if joined.is_empty() {
-        first
-    } else {
-        joined.freeze()
-    })
+    Ok(gathered.into_bytes())
 }
 
 fn note(record: &mut Option<OpenRecord>, write: impl FnOnce(&mut OpenRecord)) {

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http::{HeaderValue, Request, StatusCode, header};
 use http_body_util::{BodyExt, Full};
 
 use super::replica::Replica;
+use crate::gateway::gathered::Gathered;
 use crate::upstream::Upstream;
 
 /// A metrics page of vLLM has 50 KB when idle; more than this is no metrics page.
@@ -57,21 +58,22 @@ impl Questions {
             .await
             .map_err(|error| error.to_string())?;
         let (head, mut body) = response.into_parts();
-        let mut collected = BytesMut::new();
+        let mut gathered = Gathered::default();
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| format!("answer broke off: {error}"))?;
-            if let Some(chunk) = frame.data_ref() {
-                if collected.len() + chunk.len() > ANSWER_MAX_BYTES {
-                    return Err(format!(
-                        "{path} answered more than {ANSWER_MAX_BYTES} bytes"
-                    ));
-                }
-                collected.extend_from_slice(chunk);
+            let Ok(chunk) = frame.into_data() else {
+                continue;
+            };
+            if gathered.len() + chunk.len() > ANSWER_MAX_BYTES {
+                return Err(format!(
+                    "{path} answered more than {ANSWER_MAX_BYTES} bytes"
+                ));
             }
+            gathered.push(chunk);
         }
         Ok(Answer {
             status: head.status,
-            body: collected.freeze(),
+            body: gathered.into_bytes(),
         })
     }
 

@@ -42,7 +42,6 @@ pub struct Asked {
 pub struct Chosen {
     pub admitted: Admitted,
     pub reason: String,
-    pub score_ms: f64,
     pub prefix_tokens: u64,
     pub prefill_before: u64,
 }
@@ -178,7 +177,6 @@ impl Pool {
             Some(admitted) => Ok(Chosen {
                 admitted,
                 reason,
-                score_ms: choice.score_ms,
                 prefix_tokens: candidate.prefix_tokens,
                 prefill_before: candidate.prefill_tokens,
             }),
@@ -379,7 +377,6 @@ fn trial(replica: &Arc<Replica>, now_ms: u64) -> Option<Chosen> {
     Some(Chosen {
         admitted: replica.admit(now_ms)?,
         reason: "trial".to_string(),
-        score_ms: 0.0,
         prefix_tokens: 0,
         prefill_before: replica.slots.prefill_tokens(),
     })
