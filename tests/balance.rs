@@ -173,7 +173,7 @@ fn an_alias_is_resolved_before_any_check_and_is_no_way_around_one() {
 }
 
 #[test]
-fn each_model_has_its_own_state_though_they_share_engines() {
+fn models_that_share_engines_share_their_slots_and_nothing_else() {
     let engines = engines(2, "{}");
     let mut setup = Setup::new();
     for model in ["fake", "other"] {
@@ -185,14 +185,17 @@ fn each_model_has_its_own_state_though_they_share_engines() {
     let gateway = setup.start();
     gateway.ready("fake", 2);
     gateway.ready("other", 2);
-    // Two models by turns: a counter that they shared would send each model to one engine only.
+    // What one model has on an engine is load for the other.
     let slow = r#"{"token_ms":60000}"#;
     let mut streams = Vec::new();
     for model in ["fake", "other"].repeat(6) {
         streams.push(begin_stream(&gateway, &chat_of(model, true), slow));
     }
     for row in gateway.replicas() {
-        assert_eq!(row["inflight"], 3, "{row}");
+        assert_eq!(row["inflight"], 6, "{row}");
+    }
+    for engine in &engines {
+        assert_eq!(engine.state().open, 6);
     }
     drop(streams);
     gateway.counters_are_zero();

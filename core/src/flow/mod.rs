@@ -1,4 +1,18 @@
-//! Who may have a request on an engine, and who waits.
+//! Who may have a request on an engine, who waits, and who goes next.
+//!
+//! `Dispatcher` decides, as a pure structure under a clock that it is given. `Queues` puts one of them behind a lock for each
+//! model, and hands out permits.
 
+mod bands;
+pub mod cost;
+pub mod dispatch;
+mod lane;
 pub mod permit;
-pub mod queue;
+pub mod queues;
+pub mod rotation;
+pub mod slots;
+pub mod turns;
+pub mod window;
+
+pub use bands::BandReport;
+pub use lane::LaneFacts;

@@ -26,6 +26,7 @@ use super::respond::EngineAnswer;
 use super::silence::Silence;
 use super::sse::{self, Event};
 use super::usage;
+use crate::flow::dispatch::Ahead;
 use crate::telemetry::OpenRecord;
 use crate::upstream::UpstreamBody;
 
@@ -76,6 +77,8 @@ pub struct Debug {
     pub replica: Arc<str>,
     pub band: Arc<str>,
     pub queue: Duration,
+    /// What was before it when it came, if it had to wait.
+    pub ahead: Option<Ahead>,
     pub generation: u64,
     pub reason: String,
 }
@@ -381,7 +384,8 @@ async fn assemble(
 }
 
 fn add_debug(headers: &mut HeaderMap, debug: &Debug) {
-    let fields = [
+    let ahead = debug.ahead.unwrap_or_default();
+    let mut fields = vec![
         ("x-llmgw-replica", debug.replica.to_string()),
         ("x-llmgw-band", debug.band.to_string()),
         (
@@ -390,7 +394,11 @@ fn add_debug(headers: &mut HeaderMap, debug: &Debug) {
         ),
         ("x-llmgw-policy-generation", debug.generation.to_string()),
         ("x-llmgw-reason", debug.reason.clone()),
+        ("x-llmgw-queue-ahead", ahead.requests.to_string()),
     ];
+    if let Some(wait_ms) = ahead.wait_ms {
+        fields.push(("x-llmgw-queue-estimate-ms", format!("{wait_ms:.0}")));
+    }
     for (name, value) in fields {
         if let Ok(value) = HeaderValue::from_str(&value) {
             headers.insert(name, value);

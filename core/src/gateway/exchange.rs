@@ -120,6 +120,7 @@ impl Exchange {
 
     pub fn event(&mut self) {
         self.events += 1;
+        self.permit.streamed(1);
         self.admitted.heard();
     }
 
@@ -154,6 +155,7 @@ impl Exchange {
 
     /// It failed before the client saw a byte: the replica is at fault, and the record goes on to the next attempt.
     pub fn fail(mut self, ending: Ending) -> OpenRecord {
+        self.permit.failed();
         self.blame(&ending);
         // The record is only ever taken here, and `self` ends with it.
         self.record
@@ -195,12 +197,20 @@ impl Exchange {
     }
 
     /// The engine's own count where there is one, else an estimate: an aborted stream has its price too.
-    fn write_tokens(&self, record: &mut OpenRecord) {
+    fn write_tokens(&mut self, record: &mut OpenRecord) {
         let counted = self.usage.output.is_some() || self.usage.input.is_some();
         record.tokens_estimated = !counted;
         record.input_tokens = self.usage.input.or(Some(self.asked.ask.input_tokens));
         record.cached_tokens = self.usage.cached;
         record.output_tokens = self.usage.output.or(Some(self.events));
+        if counted || self.events > 0 {
+            let input = self.usage.input.unwrap_or(self.asked.ask.input_tokens);
+            // An engine that does not say had what the router believed.
+            let cached = self.usage.cached.unwrap_or(self.asked.prefix_tokens);
+            let output = self.usage.output.unwrap_or(self.events);
+            self.permit.settle(input, cached, output);
+        }
+        record.cost = self.permit.cost();
     }
 
     fn blame(&mut self, ending: &Ending) {

@@ -15,23 +15,23 @@ use super::exchange::Exchange;
 use super::job::{Job, Outgoing};
 use super::respond::{EngineAnswer, Failure};
 use crate::clock;
+use crate::flow::dispatch::Ahead;
 use crate::flow::permit::Permit;
+use crate::flow::queues::{Entered, Place, Turn};
 use crate::routing::breaker::Fault;
 use crate::routing::pool::{Chosen, Unavailable};
-use crate::routing::replica::Admitted;
+use crate::routing::replica::{Admitted, Replica};
 use crate::telemetry::OpenRecord;
 use crate::telemetry::access::Outcome;
 use crate::telemetry::metrics::UpstreamError;
 use crate::upstream::SendError;
 
-/// Requests of one model that may wait for a slot, where their band does not say; beyond that they are refused.
-pub const QUEUED_MAX: u32 = 2_000;
-/// How long a request waits for a slot where its band does not say.
-pub const QUEUE_TTL: Duration = Duration::from_secs(30);
 /// How long a request waits for the first probe of a replica that was just configured.
 const FIRST_PROBE_WAIT: Duration = Duration::from_secs(3);
 /// A suspect replica gets one request as its trial, and that request no more than this, if another replica is there.
 const TRIAL_FIRST_BYTE_MAX: Duration = Duration::from_secs(30);
+/// How often choice and queue may disagree on whether a replica takes requests, for one request.
+const CLOSED_MAX: u32 = 3;
 
 /// What a failed attempt leaves behind.
 enum Setback {
@@ -122,103 +122,209 @@ async fn run(job: &mut Job) -> Result<Response<ClientBody>, Failure> {
     }
 }
 
-/// Chooses a replica and takes a slot of it. Most requests find both free, and need not be told of changes.
+/// Chooses a replica and waits for its turn there. Most requests find both free.
 async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit), Failure> {
-    let started = Instant::now();
     if !tried.is_empty() {
         job.follow_reload();
     }
-    if let Ok(chosen) = choose(job, tried)
-        && let Some(permit) = chosen.admitted.replica.slots.try_take(todo(job, &chosen))
-    {
-        note_queue(job, started);
-        return Ok((chosen, permit));
+    let mut wait = Wait::new();
+    let placed = loop {
+        let chosen = match choose(job, tried) {
+            Ok(chosen) => chosen,
+            Err(_) => probed(job, tried, &mut wait).await?,
+        };
+        let Some(permit) = wait.turn(job, &chosen, tried).await? else {
+            continue;
+        };
+        if let Some(chosen) = wait.settle(job, chosen, &permit) {
+            break (chosen, permit);
+        }
+        // The replica failed somebody else in this very moment.
+        wait.give_back(permit);
+    };
+    if let Some(record) = &mut job.record {
+        record.queue += wait.started.elapsed();
     }
-    queue(job, tried, started).await
+    job.ahead = job.ahead.or(wait.ahead);
+    Ok(placed)
 }
 
-/// Waits for a slot, or for the first probe. Chooses again whenever the pool changes meanwhile.
-async fn queue(
-    job: &mut Job,
-    tried: &[Arc<str>],
-    started: Instant,
-) -> Result<(Chosen, Permit), Failure> {
-    // Since when a replica without a probe is waited for.
-    let mut undecided_since = started;
-    // Taken with the first wait, and kept over the others.
-    let mut place = None;
+/// A replica whose first probe is under way, or whose trial is, may change everything: waits for that.
+async fn probed(job: &mut Job, tried: &[Arc<str>], wait: &mut Wait) -> Result<Chosen, Failure> {
     loop {
         if job.follow_reload() {
-            undecided_since = Instant::now();
+            wait.undecided_since = Instant::now();
         }
         let pool = job.pool.clone();
-        let changed = pool.changed.notified();
+        let changed = pool.queues.changed.notified();
         tokio::pin!(changed);
         // Registered before the look, so that no change between the two is missed.
         changed.as_mut().enable();
-        let chosen = match choose(job, tried) {
-            Ok(chosen) => chosen,
-            Err(unavailable) => {
-                let left = FIRST_PROBE_WAIT.saturating_sub(undecided_since.elapsed());
-                if !unavailable.undecided || left.is_zero() {
-                    return Err(no_replica(job, unavailable));
-                }
-                let _ = tokio::time::timeout(left, changed).await;
-                continue;
-            }
+        let unavailable = match choose(job, tried) {
+            Ok(chosen) => return Ok(chosen),
+            Err(unavailable) => unavailable,
         };
-        let slots = chosen.admitted.replica.slots.clone();
-        let todo = todo(job, &chosen);
-        if let Some(permit) = slots.try_take(todo) {
-            note_queue(job, started);
-            return Ok((chosen, permit));
+        let left = FIRST_PROBE_WAIT.saturating_sub(wait.undecided_since.elapsed());
+        if !unavailable.undecided || left.is_zero() {
+            return Err(no_replica(job, unavailable));
         }
-        if place.is_none() {
-            place = pool.queues.enter(&job.band, job.queue_max);
-        }
-        if place.is_none() {
-            return Err(Failure::QueueFull {
-                model: pool.model.name.to_string(),
-                queued: job.queue_max,
-                retry_after: Duration::from_secs(1),
-            });
-        }
-        let left = job.queue_ttl.saturating_sub(started.elapsed());
-        tokio::select! {
-            permit = slots.take(todo) => {
-                note_queue(job, started);
-                return Ok((chosen, permit));
-            }
-            () = changed => {}
-            () = tokio::time::sleep(left) => {
-                return Err(Failure::QueueTimeout {
-                    model: pool.model.name.to_string(),
-                    waited: started.elapsed(),
-                    retry_after: Duration::from_secs(1),
-                });
-            }
+        let _ = tokio::time::timeout(left, changed).await;
+    }
+}
+
+/// A request's wait for its turn, over all the replicas that it is bound to meanwhile.
+struct Wait {
+    started: Instant,
+    /// Since when a replica without a probe is waited for.
+    undecided_since: Instant,
+    /// Taken with the first wait, and kept over the others.
+    place: Option<Place>,
+    /// What was before it when it came.
+    ahead: Option<Ahead>,
+    /// It waited, so what it was told of the replica is old.
+    waited: bool,
+    /// It had its turn once, and could not use it.
+    goes_first: bool,
+    closed: u32,
+}
+
+impl Wait {
+    fn new() -> Wait {
+        let now = Instant::now();
+        Wait {
+            started: now,
+            undecided_since: now,
+            place: None,
+            ahead: None,
+            waited: false,
+            goes_first: false,
+            closed: 0,
         }
     }
+
+    /// Waits for the permit. `None`: another replica has to be chosen.
+    async fn turn(
+        &mut self,
+        job: &mut Job,
+        chosen: &Chosen,
+        tried: &[Arc<str>],
+    ) -> Result<Option<Permit>, Failure> {
+        let replica = &chosen.admitted.replica;
+        let goes_first = self.goes_first || chosen.admitted.is_trial() || !tried.is_empty();
+        if let Some(place) = &mut self.place {
+            if !place.bind(replica.lane, goes_first) {
+                return self.closed(job, replica);
+            }
+        } else {
+            match job.pool.queues.enter(&job.arrival(chosen, goes_first)) {
+                Entered::Now(permit) => return Ok(Some(permit)),
+                Entered::Full(ahead) => return Err(queue_full(job, ahead)),
+                Entered::Shed(saturation) => return Err(shed(job, saturation)),
+                Entered::Closed => return self.closed(job, replica),
+                Entered::Waits(place) => {
+                    self.ahead = Some(place.ahead);
+                    self.place = Some(place);
+                }
+            }
+        }
+        self.waited = true;
+        let Some(place) = &mut self.place else {
+            return Ok(None);
+        };
+        let ttl = job.queue_ttl.unwrap_or(Duration::from_millis(place.ttl_ms));
+        let left = ttl.saturating_sub(self.started.elapsed());
+        match tokio::time::timeout(left, place.turn()).await {
+            Ok(Turn::Granted(permit)) => Ok(Some(permit)),
+            Ok(Turn::ChooseAgain) => {
+                job.follow_reload();
+                Ok(None)
+            }
+            Err(_) => Err(queue_timeout(job, self.started.elapsed())),
+        }
+    }
+
+    /// The queue knows better than the choice, or the other way round: they are told, a few times.
+    fn closed(&mut self, job: &mut Job, replica: &Replica) -> Result<Option<Permit>, Failure> {
+        self.closed += 1;
+        if self.closed > CLOSED_MAX {
+            let unavailable = Unavailable {
+                reason: format!("{}: it left while the request waited for it", replica.id),
+                retry_in: Duration::from_secs(1),
+                undecided: false,
+            };
+            return Err(no_replica(job, unavailable));
+        }
+        replica.tell_queue();
+        job.follow_reload();
+        Ok(None)
+    }
+
+    /// The replica that the permit is for, which may be another one than was chosen long ago.
+    fn settle(&self, job: &mut Job, chosen: Chosen, permit: &Permit) -> Option<Chosen> {
+        let is_same = permit.lane() == Some(chosen.admitted.replica.lane);
+        if is_same && (!self.waited || chosen.admitted.is_trial()) {
+            return Some(Chosen {
+                prefill_before: permit.sent_before(),
+                ..chosen
+            });
+        }
+        job.follow_reload();
+        let id = permit.replica()?;
+        let replica = job.pool.replicas.iter().find(|replica| replica.id == *id)?;
+        Some(Chosen {
+            admitted: replica.admit(clock::now_ms())?,
+            prefix_tokens: if is_same { chosen.prefix_tokens } else { 0 },
+            prefill_before: permit.sent_before(),
+            reason: match is_same {
+                true => chosen.reason,
+                false => "free_first".to_string(),
+            },
+            stay: chosen.stay,
+        })
+    }
+
+    fn give_back(&mut self, mut permit: Permit) {
+        permit.failed();
+        self.place = None;
+        self.goes_first = true;
+    }
+}
+
+fn queue_full(job: &Job, ahead: Ahead) -> Failure {
+    Failure::QueueFull {
+        model: job.pool.model.name.to_string(),
+        band: job.band.name.to_string(),
+        queued: ahead.requests,
+        retry_after: retry_after(ahead),
+    }
+}
+
+fn shed(job: &Job, saturation: f64) -> Failure {
+    Failure::Shed {
+        model: job.pool.model.name.to_string(),
+        band: job.band.name.to_string(),
+        saturation,
+        retry_after: retry_after(job.pool.queues.ahead_of(&job.band.name)),
+    }
+}
+
+fn queue_timeout(job: &Job, waited: Duration) -> Failure {
+    Failure::QueueTimeout {
+        model: job.pool.model.name.to_string(),
+        waited,
+        retry_after: retry_after(job.pool.queues.ahead_of(&job.band.name)),
+    }
+}
+
+/// How long what is queued ahead takes at the speed of the last minute.
+fn retry_after(ahead: Ahead) -> Duration {
+    Duration::from_secs_f64(ahead.wait_ms.unwrap_or(0.0).clamp(0.0, 3_600_000.0) / 1e3)
 }
 
 fn choose(job: &Job, tried: &[Arc<str>]) -> Result<Chosen, Unavailable> {
     let view = job.view(tried.len() as u32);
     job.pool
         .choose(&job.asked, &job.prompt, tried, &job.set, &view)
-}
-
-/// Tokens of the prompt that the chosen replica has yet to read.
-fn todo(job: &Job, chosen: &Chosen) -> u64 {
-    job.asked
-        .ask
-        .input_tokens
-        .saturating_sub(chosen.prefix_tokens)
-}
-
-fn note_queue(job: &mut Job, started: Instant) {
-    if let Some(record) = &mut job.record {
-        record.queue += started.elapsed();
-    }
 }
 
 fn no_replica(job: &Job, unavailable: Unavailable) -> Failure {
@@ -233,7 +339,7 @@ fn no_replica(job: &Job, unavailable: Unavailable) -> Failure {
 async fn attempt(
     job: &mut Job,
     chosen: Chosen,
-    permit: Permit,
+    mut permit: Permit,
     attempt: u32,
     calls: &mut u32,
 ) -> Result<Response<ClientBody>, Setback> {
@@ -247,6 +353,7 @@ async fn attempt(
     let replica = admitted.replica.clone();
     let Some(served) = replica.served_name() else {
         // It stopped being ready in this very moment.
+        permit.failed();
         return Err(elsewhere(
             &replica.id,
             "is no longer ready",
@@ -260,16 +367,32 @@ async fn attempt(
         record.attempts = attempt + 1;
         record.replica = replica.id.clone();
         record.engine = replica.engine.clone();
+        // A client that leaves before the engine says anything has used this.
+        record.input_tokens = Some(job.asked.ask.input_tokens);
+        record.tokens_estimated = true;
+        record.cost = permit.cost();
     }
     let sent_at = Instant::now();
-    let accepted = call(job, &mut admitted, &outgoing, attempt, calls).await?;
+    let accepted = match call(job, &mut admitted, &outgoing, attempt, calls).await {
+        Ok(accepted) => accepted,
+        Err(setback) => {
+            permit.failed();
+            if let Some(record) = &mut job.record {
+                record.input_tokens = None;
+                record.tokens_estimated = false;
+                record.cost = 0;
+            }
+            return Err(setback);
+        }
+    };
     let Some(record) = job.record.take() else {
         return Err(Setback::Final(Failure::ShuttingDown));
     };
     let debug = job.debug.then(|| answer::Debug {
         replica: replica.id.clone(),
-        band: job.band.clone(),
+        band: job.band.name.clone(),
         queue: record.queue,
+        ahead: job.ahead,
         generation: job.set.generation(),
         reason,
     });

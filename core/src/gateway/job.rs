@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, header};
 use http_body_util::Full;
-use llmgw_plugins::{PolicySet, RequestView};
+use llmgw_plugins::{BandSpec, PolicySet, RequestView};
 
 use super::dialect::Dialect;
 use super::multipart;
@@ -15,8 +15,10 @@ use super::peek::{self, Peek};
 use super::respond::Failure;
 use super::splice::{self, Edits};
 use super::state::Gateway;
+use crate::clock;
 use crate::config::Config;
-use crate::routing::pool::{Asked, Pool};
+use crate::flow::dispatch::{Ahead, Arrival, Size, Unseen};
+use crate::routing::pool::{Asked, Chosen, Pool};
 use crate::routing::prefix::PromptHashes;
 use crate::routing::replica::Replica;
 use crate::telemetry::OpenRecord;
@@ -39,10 +41,16 @@ pub struct Job {
     pub facts: Facts,
     pub asked: Asked,
     pub prompt: PromptHashes,
-    pub band: Arc<str>,
-    /// How long it may wait for a slot, and how many of its model may.
-    pub queue_ttl: Duration,
-    pub queue_max: u32,
+    /// Whose it is, and which of the tenant's flows.
+    pub tenant: Arc<str>,
+    pub weight: f64,
+    pub flow: Option<Arc<str>>,
+    /// Where it waits, as its generation of policies has it.
+    pub band: BandSpec,
+    /// How long it may wait for its turn, where that is not the band's own time.
+    pub queue_ttl: Option<Duration>,
+    /// What was before it when it came, if it had to wait.
+    pub ahead: Option<Ahead>,
     /// For `llmgw.rand()` in request hooks.
     pub seed: u64,
     /// The tenant's accounting needs the engine's own count of tokens.
@@ -132,6 +140,34 @@ impl Job {
         }
     }
 
+    /// What the queue has to know, for a replica that was chosen.
+    pub fn arrival(&self, chosen: &Chosen, goes_first: bool) -> Arrival<'_> {
+        let ask = &self.asked.ask;
+        let prices = **self.pool.queues.prices.load();
+        let output_cost = prices.output(ask.est_output_tokens);
+        let first_cost = prices.prompt(ask.input_tokens, chosen.prefix_tokens);
+        let comes_at_once = !self.facts.stream && !self.assembles(&chosen.admitted.replica);
+        let replica = &chosen.admitted.replica;
+        Arrival {
+            band: &self.band,
+            tenant: &self.tenant,
+            weight: self.weight,
+            flow: self.flow.as_ref(),
+            size: Size {
+                todo_tokens: ask.input_tokens.saturating_sub(chosen.prefix_tokens),
+                first_cost,
+                expected_cost: first_cost.saturating_add(output_cost),
+                unseen: comes_at_once.then(|| Unseen {
+                    cost: output_cost,
+                    ms: ask.est_output_tokens as f64 * replica.ms_per_decode_step(),
+                }),
+            },
+            lane: replica.lane,
+            goes_first,
+            stay_until_ms: clock::now_ms() + chosen.stay.as_millis() as u64,
+        }
+    }
+
     /// Goes over to the model's present pool, where a reload made another one. True if it did.
     pub fn follow_reload(&mut self) -> bool {
         let runtime = self.gateway.runtime.load();
@@ -164,13 +200,7 @@ impl Job {
         served: &str,
     ) -> Result<Outgoing, Failure> {
         let assembled_dialect = matches!(self.dialect, Dialect::Chat | Dialect::Completions);
-        let assemble = assembled_dialect
-            && !self.facts.stream
-            && self.method == Method::POST
-            && self
-                .set
-                .engine(&replica.endpoint.engine)
-                .is_some_and(|plugin| plugin.cancel_needs_stream);
+        let assemble = self.assembles(replica);
         let ask_usage = assembled_dialect
             && !self.facts.asked_usage
             && (assemble || (self.facts.stream && self.needs_usage));
@@ -193,6 +223,18 @@ impl Job {
             assemble,
             drop_usage_chunk: ask_usage && !assemble,
         })
+    }
+
+    /// The engine is asked to stream for a client that did not ask for it.
+    fn assembles(&self, replica: &Replica) -> bool {
+        matches!(self.dialect, Dialect::Chat | Dialect::Completions)
+            && !self.facts.stream
+            && self.method == Method::POST
+            && matches!(self.body, Body::Json(_))
+            && self
+                .set
+                .engine(&replica.endpoint.engine)
+                .is_some_and(|plugin| plugin.cancel_needs_stream)
     }
 
     fn outgoing_form(

@@ -13,7 +13,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, Response, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
-use llmgw_plugins::{Band, BandSpec, PolicySet, RequestView, TenantView};
+use llmgw_plugins::{Band, BandSpec, Hook, PolicySet, RequestView, TenantView};
 
 use super::auth::Caller;
 use super::body::ClientBody;
@@ -39,6 +39,9 @@ use crate::telemetry::access::{AccessRecord, Outcome};
 const BODY_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The band of callers who have none of their own.
 const OPEN_BAND: &str = "standard";
+/// Requests that may wait in a band that no policy lists, and how long.
+const UNLISTED_BAND_QUEUE_MAX: u64 = 2_000;
+const UNLISTED_BAND_TTL_MS: u64 = 30_000;
 /// A longer name of a model is not shown back: 50 MB of one would be copied into error and record.
 const MODEL_NAME_MAX_BYTES: usize = 1024;
 /// A session name longer than this is cut: it is a hint, not data.
@@ -312,9 +315,12 @@ fn prepare(
         asked_name,
         facts,
         prompt: understood.prompt,
-        band: Arc::from(OPEN_BAND),
-        queue_ttl: forward::QUEUE_TTL,
-        queue_max: forward::QUEUED_MAX,
+        tenant: caller.name.clone(),
+        weight: caller.tenant.as_ref().map_or(1.0, |tenant| tenant.weight),
+        flow: None,
+        band: unlisted_band(Arc::from(OPEN_BAND)),
+        queue_ttl: None,
+        ahead: None,
         seed: random::next(),
         needs_usage: caller.tenant.is_some(),
         debug,
@@ -322,15 +328,15 @@ fn prepare(
         record: None,
     });
     let band = classify(&job, &caller, band_hint.as_deref());
-    if let Some(spec) = set_band(&job.set, &band.name) {
-        job.queue_ttl = Duration::from_millis(band.ttl_ms.unwrap_or(spec.ttl_ms));
-        job.queue_max = u32::try_from(spec.max_queue).unwrap_or(u32::MAX);
-    }
-    let band = band.name;
-    job.band = band.clone();
+    job.flow = flow(&job, &caller);
+    job.queue_ttl = band.ttl_ms.map(Duration::from_millis);
+    job.band = match set_band(&job.set, &band.name) {
+        Some(spec) => spec.clone(),
+        None => unlisted_band(band.name),
+    };
     if let Some(record) = record {
         record.set_model(pool.metrics.clone());
-        record.band = band;
+        record.band = job.band.name.clone();
         record.stream = job.facts.stream;
     }
     job.record = record.take();
@@ -343,21 +349,44 @@ fn text_of(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
 
 /// Asks the policy for the band.
 fn classify(job: &Job, caller: &Caller, band_hint: Option<&str>) -> Band {
-    let tenant = caller.tenant.as_deref();
-    let allowed = tenant.map_or(&[][..], |tenant| &tenant.bands);
-    let best = best_band(&job.set, allowed);
     let request = RequestView {
         band_hint,
         ..job.view(0)
     };
-    let tenant = TenantView {
+    job.set.classify(&request, &tenant_view(job, caller))
+}
+
+/// Asks the policy which of the tenant's flows it is.
+fn flow(job: &Job, caller: &Caller) -> Option<Arc<str>> {
+    if !job.set.defines(Hook::Key) {
+        return None;
+    }
+    let key = job.set.key(&job.view(0), &tenant_view(job, caller))?;
+    Some(Arc::from(key))
+}
+
+fn tenant_view<'a>(job: &'a Job, caller: &'a Caller) -> TenantView<'a> {
+    let tenant = caller.tenant.as_deref();
+    let allowed = tenant.map_or(&[][..], |tenant| &tenant.bands);
+    TenantView {
         name: &caller.name,
         band: allowed.first().map_or(OPEN_BAND, |band| &**band),
-        best_band: best.unwrap_or(OPEN_BAND),
-        weight: tenant.map_or(1.0, |tenant| tenant.weight),
+        best_band: best_band(&job.set, allowed).unwrap_or(OPEN_BAND),
+        weight: job.weight,
         ..TenantView::default()
-    };
-    job.set.classify(&request, &tenant)
+    }
+}
+
+/// A band of a policy that lists none: some may wait, for a while.
+fn unlisted_band(name: Arc<str>) -> BandSpec {
+    BandSpec {
+        name,
+        priority: 0.0,
+        floor: 0.0,
+        max_queue: UNLISTED_BAND_QUEUE_MAX,
+        ttl_ms: UNLISTED_BAND_TTL_MS,
+        shed: None,
+    }
 }
 
 fn set_band<'a>(set: &'a PolicySet, name: &str) -> Option<&'a BandSpec> {

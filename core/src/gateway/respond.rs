@@ -44,7 +44,16 @@ pub enum Failure {
     },
     QueueFull {
         model: String,
+        band: String,
+        /// Those of its band and of higher ones.
         queued: u32,
+        retry_after: Duration,
+    },
+    /// The band lets nobody in while the pool is this full.
+    Shed {
+        model: String,
+        band: String,
+        saturation: f64,
         retry_after: Duration,
     },
     QueueTimeout {
@@ -92,7 +101,7 @@ impl Failure {
             Failure::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Failure::UnknownModel { .. } | Failure::UnknownRoute { .. } => StatusCode::NOT_FOUND,
             Failure::InvalidKey { .. } => StatusCode::UNAUTHORIZED,
-            Failure::TenantLimit { .. } | Failure::QueueFull { .. } => {
+            Failure::TenantLimit { .. } | Failure::QueueFull { .. } | Failure::Shed { .. } => {
                 StatusCode::TOO_MANY_REQUESTS
             }
             Failure::UpstreamFailed { .. } => StatusCode::BAD_GATEWAY,
@@ -117,7 +126,7 @@ impl Failure {
             Failure::UnknownRoute { .. } => "unknown_route",
             Failure::InvalidKey { .. } => "invalid_api_key",
             Failure::TenantLimit { .. } => "tenant_limit",
-            Failure::QueueFull { .. } => "queue_full",
+            Failure::QueueFull { .. } | Failure::Shed { .. } => "queue_full",
             Failure::QueueTimeout { .. } => "queue_timeout",
             Failure::NoReplica { .. } => "no_replica",
             Failure::UpstreamFailed { .. } => "upstream_failed",
@@ -131,6 +140,7 @@ impl Failure {
     fn retry_after(&self) -> Option<Duration> {
         match self {
             Failure::QueueFull { retry_after, .. }
+            | Failure::Shed { retry_after, .. }
             | Failure::QueueTimeout { retry_after, .. }
             | Failure::NoReplica { retry_after, .. } => Some(*retry_after),
             Failure::TenantLimit { .. } | Failure::ShuttingDown => Some(Duration::from_secs(1)),
@@ -187,9 +197,22 @@ impl Failure {
             Failure::TenantLimit { tenant, limit } => format!(
                 "tenant `{tenant}` already has {limit} requests at work, its `max_concurrency`"
             ),
-            Failure::QueueFull { model, queued, .. } => {
-                format!("the queue of model `{model}` is full ({queued} waiting)")
-            }
+            Failure::QueueFull {
+                model,
+                band,
+                queued,
+                ..
+            } => format!(
+                "the queue of model `{model}` is full for band `{band}` ({queued} wait in it and in higher bands)"
+            ),
+            Failure::Shed {
+                model,
+                band,
+                saturation,
+                ..
+            } => format!(
+                "model `{model}` is saturated ({saturation:.2}), and band `{band}` does not queue then"
+            ),
             Failure::QueueTimeout { model, waited, .. } => format!(
                 "no slot of model `{model}` became free within {:.1} s",
                 waited.as_secs_f64()

@@ -31,6 +31,7 @@ pub struct Gateway {
 impl Gateway {
     pub fn new(config: Config, policies: Arc<Policies>, telemetry: Arc<Telemetry>) -> Arc<Gateway> {
         let runtime = Runtime::new(config, &Fleet::default(), &policies, &telemetry);
+        runtime.fleet.take_over();
         Arc::new(Gateway {
             runtime: ArcSwap::from_pointee(runtime),
             policies,
@@ -53,7 +54,7 @@ impl Gateway {
             .collect();
         self.runtime.store(Arc::new(runtime));
         // Only now: they look at what is in force.
-        before.fleet.wake();
+        self.runtime.load().fleet.take_over();
         self.telemetry
             .metrics
             .retain_models(|name| names.iter().any(|kept| **kept == *name));

@@ -10,16 +10,17 @@ use super::pool::{Pool, Shared};
 use super::replica::{Readiness, Replica};
 use super::{probe, scrape};
 use crate::config::{Config, Endpoint, Model};
-use crate::flow::permit::Slots;
+use crate::flow::slots::Slots;
+use crate::flow::turns::LaneId;
 use crate::telemetry::metrics::Metrics;
 
 /// The pools by the models' catalog names.
 #[derive(Default)]
 pub struct Fleet {
     pools: HashMap<Arc<str>, Arc<Pool>>,
-    /// The slots of every replica that has requests, by model and id: one that left and comes back, or is made anew
-    /// for another key or name, is the same engine with the same requests on it.
-    slots: HashMap<(Arc<str>, Arc<str>), Weak<Slots>>,
+    /// The slots of every engine that has requests, by the replicas' id: one that left and comes back, is made anew for another key
+    /// or name, or serves several models, is the same engine with the same requests on it.
+    slots: HashMap<Arc<str>, Weak<Slots>>,
     /// What the replicas were made with; another one makes them anew.
     connect_timeout: Duration,
 }
@@ -38,34 +39,37 @@ impl Fleet {
         let mut pools = HashMap::default();
         let mut slots = before.slots.clone();
         slots.retain(|_, slots| slots.strong_count() > 0);
+        let limits = slot_limits(config);
         for model in &config.catalog.models {
             let old = before.pools.get(&model.name);
             let keep = (before.connect_timeout == connect_timeout)
                 .then_some(old)
                 .flatten()
                 .filter(|old| old.model.metrics == model.metrics);
-            let shared = old.map_or_else(Shared::default, |old| old.shared());
-            let replicas = model
+            let shared = old.map_or_else(
+                || Shared::new(policies.current().bands_at_load()),
+                |old| old.shared(),
+            );
+            let replicas: Vec<Arc<Replica>> = model
                 .endpoints
                 .iter()
                 .map(|endpoint| {
                     let names = names(model, endpoint);
+                    let id = Replica::id(endpoint);
+                    let limit = limits.get(&id).copied().flatten();
+                    let own = slots.get(&id).and_then(Weak::upgrade);
+                    let own = own.unwrap_or_else(|| Slots::new(limit));
+                    own.set_limit(limit);
+                    slots.insert(id, Arc::downgrade(&own));
                     kept(keep.map(Arc::as_ref), endpoint, &names).unwrap_or_else(|| {
                         let place = lock(&shared).join();
-                        let changed = shared.changed.clone();
-                        let key = (model.name.clone(), Replica::id(endpoint));
-                        let same = slots.get(&key).and_then(Weak::upgrade);
-                        let same = same.filter(|slots| slots.limit() == endpoint.slots);
-                        let own =
-                            same.unwrap_or_else(|| Slots::new(endpoint.slots, changed.clone()));
-                        slots.insert(key, Arc::downgrade(&own));
                         let replica = Replica::new(
                             endpoint.clone(),
                             names,
                             connect_timeout,
                             own,
                             place,
-                            changed,
+                            shared.queues.clone(),
                         );
                         inherit(old.map(Arc::as_ref), &replica);
                         tokio::spawn(probe::run(replica.clone(), policies.clone()));
@@ -98,10 +102,15 @@ impl Fleet {
         self.pools.values()
     }
 
-    /// Wakes all who wait for a replica, so that they look at the fleet that is in force now.
-    pub fn wake(&self) {
+    /// Gives the queues the replicas that are in force now, and wakes all who wait for one, so that they look.
+    pub fn take_over(&self) {
         for pool in self.pools.values() {
-            pool.changed.notify_waiters();
+            let lanes: Vec<LaneId> = pool.replicas.iter().map(|replica| replica.lane).collect();
+            for replica in &pool.replicas {
+                replica.tell_queue();
+            }
+            pool.queues.retain(&lanes);
+            pool.queues.changed.notify_waiters();
         }
     }
 
@@ -119,6 +128,20 @@ impl Fleet {
             }
         }
     }
+}
+
+/// The slots of each engine, by the replicas' id: the fewest that one of its endpoints says.
+fn slot_limits(config: &Config) -> HashMap<Arc<str>, Option<u32>> {
+    let mut limits: HashMap<Arc<str>, Option<u32>> = HashMap::default();
+    let models = config.catalog.models.iter();
+    for endpoint in models.flat_map(|model| &model.endpoints) {
+        let limit = limits.entry(Replica::id(endpoint)).or_default();
+        *limit = match (*limit, endpoint.slots) {
+            (Some(known), Some(slots)) => Some(known.min(slots)),
+            (known, slots) => known.or(slots),
+        };
+    }
+    limits
 }
 
 fn lock(shared: &Shared) -> std::sync::MutexGuard<'_, super::prefix::PrefixIndex> {

@@ -4,15 +4,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use llmgw_plugins::{Hook, PolicySet, PoolView, ReplicaView, RequestView, RoutingWeights};
-use tokio::sync::Notify;
+use llmgw_plugins::{
+    BandQueue, BandSpec, Gate, Hook, PolicySet, PoolView, ReplicaView, RequestView, RoutingWeights,
+};
 
 use super::learned::{OutputLength, Quantiles, TokenRatio};
 use super::prefix::{PREFIX_INDEX_MAX_BLOCKS, PrefixIndex, PromptHashes, ReplicaSlot};
-use super::replica::{Admitted, Readiness, Replica, Standing};
+use super::replica::{Admitted, KV_FRESH_MS, Readiness, Replica, Standing};
 use super::score::{self, Ask, Candidate};
 use crate::config::Model;
-use crate::flow::queue::Queues;
+use crate::flow::BandReport;
+use crate::flow::cost::{PRICE_SCALE, Prices};
+use crate::flow::queues::Queues;
 use crate::gateway::usage::Usage;
 use crate::telemetry::metrics::ModelMetrics;
 use crate::{clock, random};
@@ -21,8 +24,6 @@ use crate::{clock, random};
 const RANKED_MAX: usize = 8;
 /// Reasons named in one refusal.
 const REASONS_SHOWN_MAX: usize = 5;
-/// Unfinished prefill per replica that counts as saturated, in milliseconds: `gate`'s default `hold_ms`.
-const HOLD_MS: f64 = 500.0;
 
 /// What one request asks of a pool, and what the choice believed.
 #[derive(Debug, Clone, Copy, Default)]
@@ -44,6 +45,8 @@ pub struct Chosen {
     pub reason: String,
     pub prefix_tokens: u64,
     pub prefill_before: u64,
+    /// How long it is better off waiting for this replica, which has its prefix, than going to another at once.
+    pub stay: Duration,
 }
 
 /// Why no replica can take the request.
@@ -68,13 +71,11 @@ pub struct Pool {
     pub model: Arc<Model>,
     pub replicas: Vec<Arc<Replica>>,
     pub metrics: Arc<ModelMetrics>,
-    /// Wakes those who wait when a replica became ready, failed or was freed.
-    pub changed: Arc<Notify>,
     pub prefix: Arc<Mutex<PrefixIndex>>,
     pub lessons: Arc<Mutex<Lessons>>,
     /// The knobs of the native scorer, published by the policy tick.
     pub weights: Arc<ArcSwap<RoutingWeights>>,
-    /// Who waits for a slot, by band.
+    /// Who waits for a replica, and who goes next.
     pub queues: Arc<Queues>,
 }
 
@@ -89,7 +90,6 @@ impl Pool {
             model,
             replicas,
             metrics,
-            changed: shared.changed,
             prefix: shared.prefix,
             lessons: shared.lessons,
             weights: shared.weights,
@@ -99,7 +99,6 @@ impl Pool {
 
     pub fn shared(&self) -> Shared {
         Shared {
-            changed: self.changed.clone(),
             prefix: self.prefix.clone(),
             lessons: self.lessons.clone(),
             weights: self.weights.clone(),
@@ -179,6 +178,7 @@ impl Pool {
                 reason,
                 prefix_tokens: candidate.prefix_tokens,
                 prefill_before: candidate.prefill_tokens,
+                stay: saved(candidate),
             }),
             None => {
                 let mut tried = tried.to_vec();
@@ -254,17 +254,42 @@ impl Pool {
             lessons.output.usage(output);
         }
     }
+}
 
-    /// Requests that wait for a slot of this model, over its replicas.
-    pub fn queued(&self) -> u32 {
-        self.replicas
-            .iter()
-            .map(|replica| replica.slots.queued())
-            .sum()
+/// What the policy says of a pool, a few times a second. On the tick thread, never on a request's path.
+impl Pool {
+    /// Asks for the scorer's knobs, and lets those who wait for too long go elsewhere.
+    pub fn tick_routing(&self, set: &PolicySet) {
+        let weights = self.viewed(|view| set.routing_weights(view));
+        self.queues.balance(weights.affinity_penalty_ms);
+        if **self.weights.load() != weights {
+            self.weights.store(Arc::new(weights));
+        }
+        for replica in &self.replicas {
+            replica.tell_queue();
+        }
     }
 
-    /// Asks the policy for the scorer's knobs. On the tick thread, never on a request's path.
-    pub fn tick(&self, set: &PolicySet) {
+    /// Asks for the bands and for how much is sent to one replica.
+    pub fn tick_admission(&self, set: &PolicySet) {
+        let (bands, gate, saturation) = self.viewed(|view| {
+            let bands = set.admission_bands(view);
+            (bands, set.admission_gate(view), view.saturation)
+        });
+        self.queues.set(&bands, gate, saturation);
+    }
+
+    /// Asks for the prices of tokens.
+    pub fn tick_fairness(&self, set: &PolicySet) {
+        let prices = Prices::of(&set.prices(&self.model.name));
+        if **self.queues.prices.load() != prices {
+            self.queues.prices.store(Arc::new(prices));
+        }
+        self.queues.tidy();
+    }
+
+    /// The pool as policies see it.
+    fn viewed<R>(&self, look: impl FnOnce(&PoolView<'_>) -> R) -> R {
         let now = clock::now_ms();
         let candidates: Vec<Candidate> = self
             .replicas
@@ -280,43 +305,52 @@ impl Pool {
             .iter()
             .map(|candidate| candidate.slots.map(u64::from))
             .sum::<Option<u64>>();
-        let view = PoolView {
+        let reports = self.queues.band_reports();
+        let bands: Vec<BandQueue<'_>> = reports.iter().map(band_queue).collect();
+        look(&PoolView {
             model: &self.model.name,
-            now_ms: now as f64,
+            now_ms: clock::unix_ms() as f64,
             replicas: self.replicas.len() as u64,
             ready: candidates.len() as u64,
             slots: slots.filter(|_| !candidates.is_empty()),
-            saturation: saturation(&candidates),
+            saturation: saturation(&candidates, &self.queues.gate()),
             kv: mean(candidates.iter().filter_map(|candidate| candidate.kv)),
-            queued: u64::from(self.queued()),
+            queued: u64::from(self.queues.queued()),
+            queued_cost: reports.iter().map(|band| band.queued_cost).sum::<u64>() as f64
+                / PRICE_SCALE,
             ttft_p50_ms: p50,
             ttft_p90_ms: p90,
-            ..PoolView::default()
-        };
-        let weights = set.routing_weights(&view);
-        if **self.weights.load() != weights {
-            self.weights.store(Arc::new(weights));
-        }
+            arrivals_s: reports.iter().map(|band| band.arrivals_s).sum(),
+            rejected_s: reports.iter().map(|band| band.rejections_s).sum(),
+            bands: &bands,
+        })
+    }
+}
+
+fn band_queue(report: &BandReport) -> BandQueue<'_> {
+    BandQueue {
+        name: &report.name,
+        queued: u64::from(report.queued),
+        oldest_ms: report.oldest_ms.map(|age| age as f64),
     }
 }
 
 /// What outlives a reload: what was learned stays learned, and the knobs hold until the next tick.
 pub struct Shared {
-    pub changed: Arc<Notify>,
     pub prefix: Arc<Mutex<PrefixIndex>>,
     pub lessons: Arc<Mutex<Lessons>>,
     pub weights: Arc<ArcSwap<RoutingWeights>>,
     pub queues: Arc<Queues>,
 }
 
-impl Default for Shared {
-    fn default() -> Self {
+impl Shared {
+    /// A model's first pool.
+    pub fn new(bands: &[BandSpec]) -> Shared {
         Shared {
-            changed: Arc::default(),
             prefix: Arc::new(Mutex::new(PrefixIndex::new(PREFIX_INDEX_MAX_BLOCKS))),
             lessons: Arc::default(),
             weights: Arc::default(),
-            queues: Arc::default(),
+            queues: Queues::new(bands),
         }
     }
 }
@@ -379,7 +413,14 @@ fn trial(replica: &Arc<Replica>, now_ms: u64) -> Option<Chosen> {
         reason: "trial".to_string(),
         prefix_tokens: 0,
         prefill_before: replica.slots.prefill_tokens(),
+        stay: Duration::ZERO,
     })
+}
+
+/// The time that a known prefix saves on a replica.
+fn saved(candidate: &Candidate) -> Duration {
+    let ms = candidate.prefix_tokens as f64 * candidate.ms_per_prefill_token;
+    Duration::from_secs_f64(ms / 1e3)
 }
 
 fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> ReplicaView<'a> {
@@ -407,13 +448,21 @@ fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> Repli
     }
 }
 
-/// How full a pool is: unfinished prefill against what one replica is let hold, else in-flight against slots.
-fn saturation(candidates: &[Candidate]) -> Option<f64> {
+/// How full a pool is: each replica as far as the gate lets it be, where its KV-cache use is unknown by slots. Only an engine
+/// that says so itself counts for more than full: what the gateway knows by itself closes nothing.
+fn saturation(candidates: &[Candidate], gate: &Gate) -> Option<f64> {
     mean(candidates.iter().map(|candidate| {
-        let ahead = candidate.prefill_tokens as f64 * candidate.ms_per_prefill_token / HOLD_MS;
-        match candidate.slots {
-            Some(slots) if slots > 0 => ahead.max(f64::from(candidate.inflight) / f64::from(slots)),
-            _ => ahead,
+        let unread = candidate.sent_tokens as f64 * candidate.ms_per_prefill_token;
+        let prefill = (unread / gate.hold_ms.max(1.0)).min(1.0);
+        let is_fresh = candidate
+            .metrics_age_ms
+            .is_some_and(|age| age <= KV_FRESH_MS as f64);
+        match (candidate.kv.filter(|_| is_fresh), candidate.slots) {
+            (Some(kv), _) => prefill.max(kv / gate.kv_max),
+            (None, Some(slots)) => {
+                prefill.max((f64::from(candidate.inflight) / f64::from(slots.max(1))).min(1.0))
+            }
+            (None, None) => prefill,
         }
     }))
 }

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use http::HeaderValue;
 use llmgw_plugins::Load;
-use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use super::breaker::{Admission, BREAKER_OPEN_MIN_MS, Breaker, BreakerState, Fault};
@@ -16,7 +15,10 @@ use super::prefix::ReplicaSlot;
 use super::score::Candidate;
 use crate::clock;
 use crate::config::Endpoint;
-use crate::flow::permit::Slots;
+use crate::flow::LaneFacts;
+use crate::flow::queues::Queues;
+use crate::flow::slots::Slots;
+use crate::flow::turns::LaneId;
 use crate::random;
 use crate::upstream::Upstream;
 
@@ -26,6 +28,8 @@ const SILENCE_SUSPECT_AFTER: Duration = Duration::from_secs(5);
 const DISBELIEF_MIN_REQUESTS: u32 = 4;
 /// How long a replica that answered that it is busy gets requests only when all others are busy or full too.
 const BUSY_MS: u64 = 1_000;
+/// An older KV-cache use holds nothing back.
+pub const KV_FRESH_MS: u64 = 2_000;
 
 /// What the engine's own probes say.
 #[derive(Debug, Clone, PartialEq)]
@@ -75,8 +79,9 @@ pub struct Replica {
     heard: AtomicU64,
     /// Ends its probe and its scrape when it leaves the configuration; requests on it go on.
     pub retired: CancellationToken,
-    /// Wakes requests that wait for any replica of the pool.
-    pub pool_changed: Arc<Notify>,
+    /// Where requests wait for it, and its number there.
+    queues: Arc<Queues>,
+    pub lane: LaneId,
     state: Mutex<State>,
 }
 
@@ -128,15 +133,17 @@ impl Replica {
         connect_timeout: Duration,
         slots: Arc<Slots>,
         prefix_slot: ReplicaSlot,
-        pool_changed: Arc<Notify>,
+        queues: Arc<Queues>,
     ) -> Arc<Replica> {
+        let id = Replica::id(&endpoint);
+        let lane = queues.lane(&id, &slots);
         let authorization = endpoint.api_key.as_ref().and_then(|key| {
             let mut value = HeaderValue::from_str(&format!("Bearer {}", key.expose())).ok()?;
             value.set_sensitive(true);
             Some(value)
         });
         Arc::new(Replica {
-            id: Replica::id(&endpoint),
+            id,
             engine: Arc::from(endpoint.engine.as_str()),
             authorization,
             host: HeaderValue::from_str(endpoint.url.authority()).ok(),
@@ -147,7 +154,8 @@ impl Replica {
             prefix_slot,
             heard: AtomicU64::new(0),
             retired: CancellationToken::new(),
-            pool_changed,
+            queues,
+            lane,
             state: Mutex::new(State {
                 readiness: Readiness::Unknown,
                 breaker: Breaker::default(),
@@ -207,7 +215,7 @@ impl Replica {
         state.readiness = verdict;
         drop(state);
         if changed {
-            self.pool_changed.notify_waiters();
+            self.announce();
         }
         changed
     }
@@ -245,6 +253,33 @@ impl Replica {
                 admission,
                 waiting: None,
             }),
+        }
+    }
+
+    /// Tells those who wait what it is like now.
+    pub fn announce(&self) {
+        self.tell_queue();
+        self.queues.changed.notify_waiters();
+    }
+
+    /// Tells the queue what may be sent here.
+    pub fn tell_queue(&self) {
+        // Another one may have its place in the queue by now.
+        if !self.retired.is_cancelled() {
+            self.queues.tell(self.lane, self.facts(clock::now_ms()));
+        }
+    }
+
+    fn facts(&self, now_ms: u64) -> LaneFacts {
+        let open = self.standing(now_ms) == Standing::Open;
+        let state = self.state();
+        let is_fresh = state
+            .load_at_ms
+            .is_some_and(|at| now_ms.saturating_sub(at) <= KV_FRESH_MS);
+        LaneFacts {
+            open,
+            ms_per_prefill_token: state.learned.ms_per_prefill_token(),
+            kv: state.load.kv.filter(|_| is_fresh),
         }
     }
 
@@ -295,6 +330,7 @@ impl Replica {
             queued: self.slots.queued(),
             slots: self.slots.limit(),
             prefill_tokens: self.slots.prefill_tokens(),
+            sent_tokens: self.slots.sent_tokens(),
             ms_per_prefill_token: state.learned.ms_per_prefill_token(),
             ms_per_decode_step: state.learned.ms_per_decode_step(),
             running: state.load.running,
@@ -321,6 +357,11 @@ impl Replica {
     }
 
     // Speed.
+
+    /// Milliseconds between two tokens of one stream.
+    pub fn ms_per_decode_step(&self) -> f64 {
+        self.state().learned.ms_per_decode_step()
+    }
 
     /// `prefill_tokens`: what the engine had to work through before this first byte, others' prompts included.
     pub fn learn_prefill(&self, first_byte: Duration, prefill_tokens: u64) {
@@ -378,7 +419,7 @@ impl Admitted {
         self.heard();
         self.admission = self.replica.state().breaker.success(self.admission);
         if trial {
-            self.replica.pool_changed.notify_waiters();
+            self.replica.announce();
         }
     }
 
@@ -398,8 +439,8 @@ impl Admitted {
             .breaker
             .fault(self.admission, fault, now, random::next());
         drop(state);
-        // Those who wait for its slot had better choose again.
-        self.replica.pool_changed.notify_waiters();
+        // Those who wait for it may have to go elsewhere.
+        self.replica.announce();
     }
 }
 

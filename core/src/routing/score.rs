@@ -42,6 +42,8 @@ pub struct Candidate {
     pub slots: Option<u32>,
     /// Uncached input tokens of the requests that wait for their first byte, those queued in the gateway included.
     pub prefill_tokens: u64,
+    /// Of these, those of requests that were sent.
+    pub sent_tokens: u64,
     /// Learned from its own first-byte times, in milliseconds.
     pub ms_per_prefill_token: f64,
     /// Learned from its own streams, in milliseconds.
@@ -70,6 +72,7 @@ impl Default for Candidate {
             queued: 0,
             slots: None,
             prefill_tokens: 0,
+            sent_tokens: 0,
             ms_per_prefill_token: super::learned::MS_PER_PREFILL_TOKEN_PRIOR,
             ms_per_decode_step: super::learned::MS_PER_DECODE_STEP_PRIOR,
             running: None,

@@ -2,12 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{ServerOptions, check_engines};
+use crate::clock;
 use crate::config::{self, Config, ConfigWatch};
 use crate::gateway::state::Gateway;
 
@@ -43,7 +43,7 @@ impl Reloads {
             is_waiting: AtomicBool::new(false),
             background_turn: Mutex::new(()),
             state: Mutex::new(State {
-                loaded_at_ms: unix_ms(),
+                loaded_at_ms: clock::unix_ms(),
                 last_error: None,
             }),
         })
@@ -126,7 +126,7 @@ impl Reloads {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         match &outcome {
             Ok(()) => {
-                state.loaded_at_ms = unix_ms();
+                state.loaded_at_ms = clock::unix_ms();
                 state.last_error = None;
             }
             Err(error) => {
@@ -148,10 +148,4 @@ impl Reloads {
         self.gateway.apply(config);
         tracing::info!("configuration reloaded: {models} models");
     }
-}
-
-fn unix_ms() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_millis() as u64)
 }

@@ -7,8 +7,14 @@ use std::time::Duration;
 
 use crate::gateway::state::Gateway;
 
-/// `routing.weights` is asked this often for each model.
-const ROUTING_TICK: Duration = Duration::from_millis(100);
+/// The step of all ticks.
+const STEP: Duration = Duration::from_millis(50);
+/// `routing.weights` is asked every 100 ms for each model, in steps.
+const ROUTING_STEPS: u64 = 2;
+/// `admission.bands` and `admission.gate` every 250 ms.
+const ADMISSION_STEPS: u64 = 5;
+/// `fairness.prices` and `fairness.weight` every second.
+const FAIRNESS_STEPS: u64 = 20;
 
 /// The running ticks.
 pub struct Ticks {
@@ -23,17 +29,32 @@ pub fn start(gateway: Arc<Gateway>) -> Ticks {
     let thread = std::thread::Builder::new()
         .name("policy-ticks".to_string())
         .spawn(move || {
-            while stopped.recv_timeout(ROUTING_TICK) == Err(RecvTimeoutError::Timeout) {
-                let set = gateway.policies.current();
-                let fleet = gateway.runtime.load().fleet.clone();
-                for pool in fleet.pools() {
-                    pool.tick(&set);
-                }
+            // The first step takes all, so that nothing is served by built-in numbers for long.
+            let mut step = 0;
+            while stopped.recv_timeout(STEP) == Err(RecvTimeoutError::Timeout) {
+                tick(&gateway, step);
+                step += 1;
             }
         })
         .inspect_err(|error| tracing::error!("no policy ticks: {error}"))
         .ok();
     Ticks { stop, thread }
+}
+
+fn tick(gateway: &Gateway, step: u64) {
+    let set = gateway.policies.current();
+    let fleet = gateway.runtime.load().fleet.clone();
+    for pool in fleet.pools() {
+        if step.is_multiple_of(ADMISSION_STEPS) {
+            pool.tick_admission(&set);
+        }
+        if step.is_multiple_of(FAIRNESS_STEPS) {
+            pool.tick_fairness(&set);
+        }
+        if step.is_multiple_of(ROUTING_STEPS) {
+            pool.tick_routing(&set);
+        }
+    }
 }
 
 impl Ticks {

@@ -38,6 +38,8 @@ pub struct AccessRecord {
     pub output_tokens: Option<u64>,
     /// The token counts are the gateway's own estimate: the engine said none.
     pub tokens_estimated: bool,
+    /// What the tenant was charged, in thousandths of a token's price (`fairness.prices`); written in whole ones.
+    pub cost: u64,
     /// Replicas that were tried.
     pub attempts: u32,
     /// Time spent waiting for a permit.
@@ -131,6 +133,7 @@ impl AccessRecord {
         fields.number("cached_tokens", self.cached_tokens);
         fields.number("output_tokens", self.output_tokens);
         fields.flag("tokens_estimated", self.tokens_estimated);
+        fields.number("cost", Some(self.cost.div_ceil(1_000)));
         fields.ms("queue_ms", Some(self.queue));
         fields.ms("first_byte_ms", self.first_byte);
         fields.ms("total_ms", Some(self.total));
@@ -246,7 +249,7 @@ mod tests {
             "2026-11-29T18:50:21.000000Z  INFO access: request request_id=r-1 method=POST path=/v1/chat/completions \
              status=200 outcome=ok tenant=research model=smollm2 model_asked=default band=interactive \
              replica=smollm2/0 engine=llamacpp stream=true attempts=1 input_tokens=12 output_tokens=34 \
-             queue_ms=0.250 first_byte_ms=80.000 total_ms=1500.000 bytes_out=4096\n"
+             cost=0 queue_ms=0.250 first_byte_ms=80.000 total_ms=1500.000 bytes_out=4096\n"
         );
     }
 

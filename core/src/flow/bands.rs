@@ -1,0 +1,253 @@
+//! The priority classes of one pool: which goes next, what waits in each, what each was served.
+
+use std::collections::BTreeSet;
+use std::ops::{Index, IndexMut};
+use std::sync::Arc;
+
+use llmgw_plugins::BandSpec;
+use slab::Slab;
+
+use super::rotation::{Next, Rotation, Ticket};
+use super::turns::{LaneId, Standing};
+use super::window::Window;
+
+/// A band's share of service is measured over this time.
+const SHARE_WINDOW_MS: u64 = 10_000;
+/// Arrivals and refusals are counted over this time.
+const COUNT_WINDOW_MS: u64 = 10_000;
+
+/// One band of one pool.
+pub struct Band {
+    pub spec: BandSpec,
+    pub(super) rotation: Rotation,
+    /// All who wait, in the order of arrival.
+    pub(super) waiting: BTreeSet<Ticket>,
+    /// What they are expected to cost.
+    pub(super) queued_cost: u64,
+    pub(super) inflight: u32,
+    /// What its requests are expected to cost, counted when they are sent and set right when they end: counted while it
+    /// streams, a band below its floor would fill every slot before its first token is there.
+    pub(super) served: Window,
+    pub(super) arrivals: Window,
+    pub(super) rejections: Window,
+    /// A reload removed it; it lasts until its last request ended.
+    retired: bool,
+}
+
+/// The bands of one pool.
+pub struct Bands {
+    all: Slab<Band>,
+    /// By priority, the highest first.
+    order: Vec<usize>,
+}
+
+/// One band, for those who watch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BandReport {
+    pub name: Arc<str>,
+    pub queued: u32,
+    /// How long the one that waits longest has waited.
+    pub oldest_ms: Option<u64>,
+    pub inflight: u32,
+    pub queued_cost: u64,
+    /// Of the service of the last 10 s, 0..1.
+    pub share: Option<f64>,
+    pub arrivals_s: f64,
+    pub rejections_s: f64,
+}
+
+impl Bands {
+    pub(super) fn new(specs: &[BandSpec]) -> Bands {
+        let mut bands = Bands {
+            all: Slab::new(),
+            order: Vec::new(),
+        };
+        bands.set(specs);
+        bands
+    }
+
+    /// What a policy says of the bands from now on.
+    pub(super) fn set(&mut self, specs: &[BandSpec]) {
+        for spec in specs {
+            match self.find(&spec.name) {
+                Some(band) => {
+                    self.all[band].spec = spec.clone();
+                    self.all[band].retired = false;
+                }
+                None => {
+                    self.add(spec);
+                }
+            }
+        }
+        for (_, band) in &mut self.all {
+            band.retired = !specs.iter().any(|spec| spec.name == band.spec.name);
+        }
+        self.tidy();
+    }
+
+    pub(super) fn find(&self, name: &str) -> Option<usize> {
+        self.order
+            .iter()
+            .copied()
+            .find(|band| *self.all[*band].spec.name == *name)
+    }
+
+    /// A request of an older generation may have a band that is gone: it waits as it was promised.
+    pub(super) fn find_or_add(&mut self, spec: &BandSpec) -> usize {
+        match self.find(&spec.name) {
+            Some(band) => band,
+            None => {
+                let band = self.add(spec);
+                self.all[band].retired = true;
+                band
+            }
+        }
+    }
+
+    /// The band that goes next on a replica, and who of it: one that got less than its floor, else the highest.
+    pub(super) fn next(&mut self, lane: LaneId, now_ms: u64) -> Option<(usize, Next)> {
+        let mut highest = None;
+        let mut poorest: Option<(f64, usize)> = None;
+        let mut total = None;
+        for at in 0..self.order.len() {
+            let band = self.order[at];
+            if !self.all[band].rotation.waits_on(lane) {
+                continue;
+            }
+            highest = highest.or(Some(band));
+            let floor = self.all[band].spec.floor;
+            if floor <= 0.0 {
+                continue;
+            }
+            let total = *total.get_or_insert_with(|| self.served(now_ms));
+            if total == 0 {
+                continue;
+            }
+            let share = self.all[band].served.sum(now_ms) as f64 / total as f64;
+            let part = share / floor;
+            if part < 1.0 && poorest.is_none_or(|(least, _)| part < least) {
+                poorest = Some((part, band));
+            }
+        }
+        let band = poorest.map(|(_, band)| band).or(highest)?;
+        let next = self.all[band].rotation.next(lane)?;
+        Some((band, next))
+    }
+
+    /// The request of the same band that goes instead, where its tenant is too far behind the one whose turn it is here.
+    pub(super) fn lagging(&mut self, band: usize, next: Next, lag_max: u64) -> Ticket {
+        match self.all[band].rotation.next_anywhere() {
+            Some(other) if next.time.saturating_sub(other.time) > lag_max => other.ticket,
+            _ => next.ticket,
+        }
+    }
+
+    /// How many wait in a band and in higher ones, and what they are expected to cost.
+    pub(super) fn ahead(&self, band: usize) -> (u32, u64) {
+        let priority = self.all[band].spec.priority;
+        self.all
+            .iter()
+            .filter(|(_, other)| other.spec.priority >= priority)
+            .fold((0, 0), |(requests, cost), (_, other)| {
+                (
+                    requests + other.waiting.len() as u32,
+                    cost + other.queued_cost,
+                )
+            })
+    }
+
+    pub(super) fn tidy(&mut self) {
+        self.all
+            .iter_mut()
+            .for_each(|(_, band)| band.rotation.tidy());
+        let all = &mut self.all;
+        all.retain(|_, band| !band.retired || band.inflight > 0 || !band.waiting.is_empty());
+        self.order = self.all.iter().map(|(id, _)| id).collect();
+        let all = &self.all;
+        self.order.sort_by(|left, right| {
+            let by_priority = all[*right]
+                .spec
+                .priority
+                .total_cmp(&all[*left].spec.priority);
+            by_priority.then_with(|| all[*left].spec.name.cmp(&all[*right].spec.name))
+        });
+    }
+
+    /// Every band, the highest first. `age` knows how long a request has waited.
+    pub(super) fn reports(
+        &mut self,
+        now_ms: u64,
+        age: impl Fn(Ticket) -> Option<u64>,
+    ) -> Vec<BandReport> {
+        let total = self.served(now_ms);
+        self.order
+            .iter()
+            .map(|id| {
+                let band = &mut self.all[*id];
+                let served = band.served.sum(now_ms);
+                BandReport {
+                    name: band.spec.name.clone(),
+                    queued: band.waiting.len() as u32,
+                    oldest_ms: band.waiting.first().and_then(|oldest| age(*oldest)),
+                    inflight: band.inflight,
+                    queued_cost: band.queued_cost,
+                    share: (total > 0).then(|| served as f64 / total as f64),
+                    arrivals_s: band.arrivals.rate_per_s(now_ms).unwrap_or(0.0),
+                    rejections_s: band.rejections.rate_per_s(now_ms).unwrap_or(0.0),
+                }
+            })
+            .collect()
+    }
+
+    /// The tenants of every band, the highest band first.
+    pub(super) fn tenants(&self) -> Vec<(Arc<str>, Vec<Standing>)> {
+        let of = |id: &usize| {
+            let band = &self.all[*id];
+            (band.spec.name.clone(), band.rotation.tenants())
+        };
+        self.order.iter().map(of).collect()
+    }
+
+    fn served(&mut self, now_ms: u64) -> u64 {
+        self.all
+            .iter_mut()
+            .fold(0, |sum, (_, band)| sum + band.served.sum(now_ms))
+    }
+
+    fn add(&mut self, spec: &BandSpec) -> usize {
+        let id = self.all.insert(Band {
+            spec: spec.clone(),
+            rotation: Rotation::default(),
+            waiting: BTreeSet::new(),
+            queued_cost: 0,
+            inflight: 0,
+            served: Window::new(SHARE_WINDOW_MS),
+            arrivals: Window::new(COUNT_WINDOW_MS),
+            rejections: Window::new(COUNT_WINDOW_MS),
+            retired: false,
+        });
+        self.order.push(id);
+        let all = &self.all;
+        self.order.sort_by(|left, right| {
+            all[*right]
+                .spec
+                .priority
+                .total_cmp(&all[*left].spec.priority)
+        });
+        id
+    }
+}
+
+impl Index<usize> for Bands {
+    type Output = Band;
+
+    fn index(&self, band: usize) -> &Band {
+        &self.all[band]
+    }
+}
+
+impl IndexMut<usize> for Bands {
+    fn index_mut(&mut self, band: usize) -> &mut Band {
+        &mut self.all[band]
+    }
+}
