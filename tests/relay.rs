@@ -294,7 +294,10 @@ fn four_hundred_streams_run_side_by_side() {
     let (_, hard) =
         nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap();
     nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard).unwrap();
-    let (engine, gateway) = one(Kind::Vllm, "vllm");
+    let engine = start(Options::new(Kind::Vllm)).unwrap();
+    let setup = Setup::new().model("fake", "");
+    let gateway = setup.endpoint("vllm", &engine.url(), "slots: 400").start();
+    gateway.ready("fake", 1);
     let mut clients: Vec<Client> = (0..STREAMS)
         .map(|_| {
             let mut client = gateway.client();

@@ -379,7 +379,7 @@ fn four_hundred_streams_at_once_go_through_and_none_waits_for_another() {
     let arguments = ["--kind", "vllm", "--tokens", "2"];
     let engine = Process::spawn(&executable, arguments).unwrap();
     let setup = Setup::new().model("fake", "");
-    let gateway = setup.endpoint("vllm", &engine.url(), "").start();
+    let gateway = setup.endpoint("vllm", &engine.url(), "slots: 512").start();
     gateway.ready("fake", 1);
     let slow = r#"{"token_ms":60000}"#;
     let streams: Vec<_> = (0..400)

@@ -9,7 +9,7 @@ use llmgw_plugins::PolicyStatus;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
-use super::status::{ReplicaState, ReplicaStatus, StatusReport};
+use super::status::{BandStatus, ReplicaState, ReplicaStatus, StatusReport, TenantStatus};
 use crate::telemetry::exposition::{Labels, counters, gauges, page};
 use crate::telemetry::metrics::Metrics;
 
@@ -39,6 +39,7 @@ impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         self.metrics.encode(&mut encoder)?;
         self.encode_replicas(&mut encoder)?;
+        self.encode_bands(&mut encoder)?;
         self.encode_policies(&mut encoder)
     }
 }
@@ -93,7 +94,75 @@ const REPLICA_GAUGES: [ReplicaGauge; 8] = [
     ),
 ];
 
+/// A gauge of each band of a model.
+type BandGauge = (&'static str, &'static str, fn(&BandStatus) -> Option<f64>);
+
+const BAND_GAUGES: [BandGauge; 4] = [
+    (
+        "llmgw_band_queued",
+        "Requests that wait in this band.",
+        |band| Some(band.queued as f64),
+    ),
+    (
+        "llmgw_band_oldest_seconds",
+        "How long the request that waits longest has waited.",
+        |band| band.oldest_ms.map(|age| age as f64 / 1000.0),
+    ),
+    (
+        "llmgw_band_inflight",
+        "Requests of this band that engines work on.",
+        |band| Some(band.inflight as f64),
+    ),
+    (
+        "llmgw_band_share_ratio",
+        "Share of the model's service in the last 10 s.",
+        |band| band.share_10s,
+    ),
+];
+
+/// A gauge of each tenant that has requests or was served lately.
+type TenantGauge = (&'static str, &'static str, fn(&TenantStatus) -> Option<f64>);
+
+const TENANT_GAUGES: [TenantGauge; 3] = [
+    (
+        "llmgw_tenant_inflight",
+        "Requests of this tenant that engines work on.",
+        |tenant| Some(tenant.inflight as f64),
+    ),
+    (
+        "llmgw_tenant_queued",
+        "Requests of this tenant that wait.",
+        |tenant| Some(tenant.queued as f64),
+    ),
+    (
+        "llmgw_tenant_share_ratio",
+        "Share of all service in the last minute, by cost.",
+        |tenant| tenant.share_1m,
+    ),
+];
+
 impl Scrape {
+    fn encode_bands(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        for (name, help, read) in BAND_GAUGES {
+            let mut rows: Vec<(Labels<'_, 2>, f64)> = Vec::new();
+            for model in &self.report.models {
+                for band in &model.bands {
+                    let labels = [("model", &*model.name), ("band", &*band.name)];
+                    rows.extend(read(band).map(|value| (labels, value)));
+                }
+            }
+            gauges(encoder, name, help, rows)?;
+        }
+        for (name, help, read) in TENANT_GAUGES {
+            let mut rows: Vec<(Labels<'_, 1>, f64)> = Vec::new();
+            for tenant in &self.report.tenants {
+                rows.extend(read(tenant).map(|value| ([("tenant", &*tenant.name)], value)));
+            }
+            gauges(encoder, name, help, rows)?;
+        }
+        Ok(())
+    }
+
     fn encode_replicas(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         for (name, help, read) in REPLICA_GAUGES {
             let mut rows: Vec<(Labels<'_, 3>, f64)> = Vec::new();

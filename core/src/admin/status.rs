@@ -17,6 +17,8 @@ pub struct StatusReport {
     pub config: ConfigStatus,
     /// In the order of the configuration.
     pub models: Vec<ModelStatus>,
+    /// Those that have requests or were served in the last minute, by name.
+    pub tenants: Vec<TenantStatus>,
 }
 
 /// An address that is listened on.
@@ -48,7 +50,40 @@ pub struct ModelStatus {
     pub aliases: Vec<String>,
     /// At least one replica takes requests.
     pub ready: bool,
+    /// The highest first.
+    pub bands: Vec<BandStatus>,
     pub replicas: Vec<ReplicaStatus>,
+}
+
+/// A band of a model.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BandStatus {
+    pub name: String,
+    /// Requests that wait, and how long the one that waits longest has waited.
+    pub queued: u64,
+    pub oldest_ms: Option<u64>,
+    /// Requests that engines work on.
+    pub inflight: u64,
+    /// Of the model's service in the last 10 s, 0 to 1.
+    pub share_10s: Option<f64>,
+    /// Requests that came and that were refused, a second.
+    pub arrivals_s: f64,
+    pub rejected_s: f64,
+}
+
+/// A tenant, over all models.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TenantStatus {
+    pub name: String,
+    /// Its weight as the policy has it now.
+    pub weight: f64,
+    pub queued: u64,
+    pub inflight: u64,
+    /// What it was charged in the last minute, in prices of tokens, and its share of what all were charged, 0 to 1.
+    pub cost_1m: f64,
+    pub share_1m: Option<f64>,
 }
 
 /// A replica of a model, as the router sees it.

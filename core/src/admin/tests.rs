@@ -64,6 +64,7 @@ pub(crate) fn report() -> StatusReport {
         name: "smollm2".into(),
         aliases: vec!["default".into()],
         ready: true,
+        bands: Vec::new(),
         replicas: vec![replica],
     };
     StatusReport {

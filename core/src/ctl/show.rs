@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::table::{UNKNOWN, plain, span, table};
-use crate::admin::status::{ReplicaState, ReplicaStatus, StatusReport};
+use crate::admin::status::{BandStatus, ReplicaState, ReplicaStatus, StatusReport};
 
 /// What `ctl` reads of `GET /v1/policies`.
 #[derive(Debug, Default, Deserialize)]
@@ -95,34 +95,93 @@ pub fn status(report: &StatusReport, now_ms: u64) -> String {
         .iter()
         .map(|model| {
             let ready = count_ready(&model.replicas);
+            let errors: u64 = model.replicas.iter().map(|replica| replica.errors_1m).sum();
             [
                 model.name.clone(),
                 format!("{ready}/{}", model.replicas.len()),
-                model
-                    .replicas
-                    .iter()
-                    .map(|replica| replica.inflight)
-                    .sum::<u64>()
-                    .to_string(),
-                model
-                    .replicas
-                    .iter()
-                    .map(|replica| replica.queued)
-                    .sum::<u64>()
-                    .to_string(),
-                model
-                    .replicas
-                    .iter()
-                    .map(|replica| replica.errors_1m)
-                    .sum::<u64>()
-                    .to_string(),
+                sum(&model.bands, |band| band.inflight),
+                sum(&model.bands, |band| band.queued),
+                errors.to_string(),
                 first_reason(&model.replicas),
             ]
         })
         .collect();
-    text + &table(
+    text.push_str(&table(
         ["MODEL", "READY", "INFLIGHT", "QUEUED", "ERRORS/MIN", "WHY"],
         &rows,
+    ));
+    text + &bands(report) + &tenants(report)
+}
+
+/// The bands that have something, of every model.
+fn bands(report: &StatusReport) -> String {
+    let rows: Vec<[String; 8]> = report
+        .models
+        .iter()
+        .flat_map(|model| model.bands.iter().map(move |band| (model, band)))
+        .filter(|(_, band)| band.queued + band.inflight > 0 || band.rejected_s > 0.0)
+        .map(|(model, band)| {
+            [
+                model.name.clone(),
+                band.name.clone(),
+                band.inflight.to_string(),
+                band.queued.to_string(),
+                band.oldest_ms.map_or_else(|| UNKNOWN.to_owned(), span),
+                percent(band.share_10s),
+                format!("{:.1}", band.arrivals_s),
+                format!("{:.1}", band.rejected_s),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let head = [
+        "MODEL",
+        "BAND",
+        "INFLIGHT",
+        "QUEUED",
+        "OLDEST",
+        "SHARE",
+        "IN/S",
+        "REFUSED/S",
+    ];
+    format!("\n{}", table(head, &rows))
+}
+
+/// Who was served lately, or waits.
+fn tenants(report: &StatusReport) -> String {
+    let rows: Vec<[String; 6]> = report
+        .tenants
+        .iter()
+        .map(|tenant| {
+            [
+                tenant.name.clone(),
+                tenant.weight.to_string(),
+                tenant.inflight.to_string(),
+                tenant.queued.to_string(),
+                format!("{:.0}", tenant.cost_1m),
+                percent(tenant.share_1m),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let head = [
+        "TENANT", "WEIGHT", "INFLIGHT", "QUEUED", "COST/MIN", "SHARE",
+    ];
+    format!("\n{}", table(head, &rows))
+}
+
+fn sum(bands: &[BandStatus], count: impl Fn(&BandStatus) -> u64) -> String {
+    bands.iter().map(count).sum::<u64>().to_string()
+}
+
+fn percent(share: Option<f64>) -> String {
+    share.map_or_else(
+        || UNKNOWN.to_owned(),
+        |share| format!("{:.0}%", share * 100.0),
     )
 }
 
@@ -322,7 +381,7 @@ fn ago(then_ms: u64, now_ms: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::status::{ConfigStatus, ListenerStatus, ModelStatus};
+    use crate::admin::status::{ConfigStatus, ListenerStatus, ModelStatus, TenantStatus};
 
     fn report() -> StatusReport {
         let ready = ReplicaStatus {
@@ -361,7 +420,30 @@ mod tests {
                 name: "smollm2".into(),
                 aliases: vec!["default".into()],
                 ready: true,
+                bands: vec![
+                    BandStatus {
+                        name: "interactive".into(),
+                        inflight: 3,
+                        queued: 12,
+                        oldest_ms: Some(1_400),
+                        share_10s: Some(0.75),
+                        arrivals_s: 2.25,
+                        ..BandStatus::default()
+                    },
+                    BandStatus {
+                        name: "batch".into(),
+                        ..BandStatus::default()
+                    },
+                ],
                 replicas: vec![ready, down],
+            }],
+            tenants: vec![TenantStatus {
+                name: "research".into(),
+                weight: 2.0,
+                inflight: 3,
+                queued: 12,
+                cost_1m: 18_250.4,
+                share_1m: Some(0.666),
             }],
         }
     }
@@ -377,7 +459,13 @@ mod tests {
              policies  generation 4\n\
              \n\
              MODEL    READY  INFLIGHT  QUEUED  ERRORS/MIN  WHY\n\
-             smollm2  1/2    3         0       5           smollm2/1: connection refused\n"
+             smollm2  1/2    3         12      5           smollm2/1: connection refused\n\
+             \n\
+             MODEL    BAND         INFLIGHT  QUEUED  OLDEST  SHARE  IN/S  REFUSED/S\n\
+             smollm2  interactive  3         12      1s      75%    2.2   0.0\n\
+             \n\
+             TENANT    WEIGHT  INFLIGHT  QUEUED  COST/MIN  SHARE\n\
+             research  2       3         12      18250     67%\n"
         );
     }
 

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use super::reload::Reloads;
 use crate::admin::status::{
-    ConfigStatus, ListenerStatus, ModelStatus, ReplicaState, ReplicaStatus, StatusReport,
+    BandStatus, ConfigStatus, ListenerStatus, ModelStatus, ReplicaState, ReplicaStatus,
+    StatusReport,
 };
 use crate::admin::{Ready, Report};
 use crate::clock;
+use crate::flow::BandReport;
 use crate::gateway::state::Gateway;
 use crate::routing::pool::Pool;
 use crate::routing::replica::{Readiness, Replica, Standing};
@@ -53,6 +55,7 @@ pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) ->
                 .filter_map(|model| runtime.fleet.pool(&model.name))
                 .map(|pool| model_status(pool))
                 .collect(),
+            tenants: Vec::new(),
         }
     })
 }
@@ -79,7 +82,20 @@ fn model_status(pool: &Pool) -> ModelStatus {
         ready: replicas
             .iter()
             .any(|replica| replica.state == ReplicaState::Ready),
+        bands: pool.queues.band_reports().iter().map(band_status).collect(),
         replicas,
+    }
+}
+
+fn band_status(band: &BandReport) -> BandStatus {
+    BandStatus {
+        name: band.name.to_string(),
+        queued: u64::from(band.queued),
+        oldest_ms: band.oldest_ms,
+        inflight: u64::from(band.inflight),
+        share_10s: band.share,
+        arrivals_s: band.arrivals_s,
+        rejected_s: band.rejections_s,
     }
 }
 

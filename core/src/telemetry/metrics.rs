@@ -156,6 +156,8 @@ struct Tokens {
     input: AtomicU64,
     cached: AtomicU64,
     output: AtomicU64,
+    /// In thousandths of a price.
+    cost: AtomicU64,
 }
 
 impl Metrics {
@@ -290,6 +292,7 @@ impl ModelMetrics {
             (&request.tokens.input, record.input_tokens),
             (&request.tokens.cached, record.cached_tokens),
             (&request.tokens.output, record.output_tokens),
+            (&request.tokens.cost, Some(record.cost)),
         ];
         for (counter, count) in tokens {
             if let Some(count) = count {
@@ -380,6 +383,7 @@ type ModelSeries<'a> = [(&'a str, Arc<Series>)];
 fn encode_requests(encoder: &mut DescriptorEncoder<'_>, models: &ModelSeries<'_>) -> fmt::Result {
     let mut requests = Vec::new();
     let mut tokens = Vec::new();
+    let mut costs = Vec::new();
     let mut queues = Vec::new();
     for (model, series) in models {
         let mut rows: Vec<_> = series.requests.values().flatten().collect();
@@ -407,6 +411,8 @@ fn encode_requests(encoder: &mut DescriptorEncoder<'_>, models: &ModelSeries<'_>
                 let labels = [("model", *model), ("tenant", tenant), ("kind", kind)];
                 tokens.push((labels, count.load(Ordering::Relaxed)));
             }
+            let labels = [("model", *model), ("tenant", tenant)];
+            costs.push((labels, counts.cost.load(Ordering::Relaxed).div_ceil(1_000)));
         }
         queues.extend(
             by_name(&series.queues)
@@ -425,7 +431,13 @@ fn encode_requests(encoder: &mut DescriptorEncoder<'_>, models: &ModelSeries<'_>
         "Tokens of requests that ended; cached ones are part of the input.",
         tokens,
     )?;
-    let help = "Time that requests waited for a replica's slot.";
+    counters(
+        encoder,
+        "llmgw_cost",
+        "What requests that ended were charged, in prices of tokens.",
+        costs,
+    )?;
+    let help = "Time that requests waited for their turn on a replica.";
     family(
         encoder,
         "llmgw_queue_seconds",
