@@ -7,10 +7,13 @@ mod bands;
 pub mod cost;
 pub mod dispatch;
 mod lane;
+pub mod ledger;
 pub mod permit;
 pub mod queues;
+pub mod retry_after;
 pub mod rotation;
 pub mod slots;
+pub mod tenant;
 pub mod turns;
 pub mod window;
 
