@@ -15,7 +15,7 @@ use super::body::ClientBody;
 use super::dialect::{Dialect, StreamError};
 use super::engine_error;
 use super::events::{Batch, EventStream, Step};
-use super::exchange::{Ending, Exchange};
+use super::exchange::{Ending, Exchange, Unsettled};
 use super::gathered::Gathered;
 use super::headers;
 use super::job::{Job, Outgoing};
@@ -27,7 +27,6 @@ use super::silence::Silence;
 use super::sse::{self, Event};
 use super::usage;
 use crate::flow::dispatch::Ahead;
-use crate::telemetry::OpenRecord;
 use crate::upstream::UpstreamBody;
 
 /// JSON answers up to this are read whole: cut short they can still be tried elsewhere, and usage and model
@@ -243,7 +242,7 @@ pub async fn finish(
     accepted: Accepted,
     mut exchange: Exchange,
     debug: Option<Debug>,
-) -> Result<Response<ClientBody>, (OpenRecord, String)> {
+) -> Result<Response<ClientBody>, (Unsettled, String)> {
     let limits = &job.config.limits;
     let (mut head, body) = match accepted {
         Accepted::Stream {

@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use foldhash::{HashMap, HashMapExt};
 use http::HeaderMap;
 use http::header::AUTHORIZATION;
 
 use super::headers::X_API_KEY;
 use super::respond::Failure;
 use crate::config::{Config, KeyHash, Tenant};
+use crate::flow::tenant::TenantAccount;
 
 /// The tenant of everybody where none is configured.
 pub const OPEN_TENANT: &str = "default";
@@ -18,6 +20,8 @@ pub struct Caller {
     pub name: Arc<str>,
     /// Absent where no tenants are configured: then everybody may use everything.
     pub tenant: Option<Arc<Tenant>>,
+    /// What its requests count against.
+    pub account: Arc<TenantAccount>,
 }
 
 impl Caller {
@@ -30,46 +34,93 @@ impl Caller {
 
 /// The configured tenants, as requests look them up.
 pub struct Tenants {
-    known: Vec<Arc<Tenant>>,
-    open: Arc<str>,
+    known: Vec<Known>,
+    /// Every key of every tenant by the beginning of its hash: a request costs the same with one tenant and with
+    /// ten thousand.
+    by_key: HashMap<u64, Vec<(KeyHash, usize)>>,
+    open: Arc<TenantAccount>,
+}
+
+struct Known {
+    tenant: Arc<Tenant>,
+    account: Arc<TenantAccount>,
 }
 
 impl Tenants {
-    pub fn new(config: &Config) -> Tenants {
+    /// `before` are those of the configuration that goes: a tenant keeps its account by its name.
+    pub fn new(config: &Config, before: Option<&Tenants>) -> Tenants {
+        let mut kept: HashMap<&str, &Arc<TenantAccount>> = HashMap::new();
+        for known in before.iter().flat_map(|before| &before.known) {
+            kept.insert(&known.tenant.name, &known.account);
+        }
+        let mut by_key: HashMap<u64, Vec<(KeyHash, usize)>> = HashMap::new();
+        let mut known = Vec::with_capacity(config.tenants.len());
+        for (index, tenant) in config.tenants.iter().enumerate() {
+            for key in &tenant.keys {
+                let same = by_key.entry(beginning(key)).or_default();
+                same.push((*key, index));
+            }
+            let account = match kept.get(&*tenant.name) {
+                Some(account) => {
+                    account.configure(tenant);
+                    Arc::clone(account)
+                }
+                None => Arc::new(TenantAccount::of(tenant)),
+            };
+            known.push(Known {
+                tenant: Arc::new(tenant.clone()),
+                account,
+            });
+        }
+        let open = before.map(|before| before.open.clone());
         Tenants {
-            known: config.tenants.iter().cloned().map(Arc::new).collect(),
-            open: Arc::from(OPEN_TENANT),
+            known,
+            by_key,
+            open: open.unwrap_or_else(|| Arc::new(TenantAccount::open(OPEN_TENANT))),
         }
     }
 
-    /// Compares the hash of the key with every configured one, in constant time and always to the end.
+    /// Finds the tenant of a key. Keys are found by the beginning of their hashes, which nobody can choose, and told
+    /// apart in constant time.
     pub fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, Failure> {
         if self.known.is_empty() {
             return Ok(Caller {
-                name: self.open.clone(),
+                name: self.open.name.clone(),
                 tenant: None,
+                account: self.open.clone(),
             });
         }
         let Some(key) = presented(headers) else {
             return Err(Failure::InvalidKey { present: false });
         };
         let hash = KeyHash::of(key);
+        let same = self.by_key.get(&beginning(&hash));
         let mut found = None;
-        for tenant in &self.known {
-            for known in &tenant.keys {
-                if known.matches(&hash) {
-                    found = Some(tenant);
-                }
+        for (known, index) in same.into_iter().flatten() {
+            if known.matches(&hash) {
+                found = Some(&self.known[*index]);
             }
         }
         match found {
-            Some(tenant) => Ok(Caller {
-                name: tenant.name.clone(),
-                tenant: Some(tenant.clone()),
+            Some(found) => Ok(Caller {
+                name: found.tenant.name.clone(),
+                tenant: Some(found.tenant.clone()),
+                account: found.account.clone(),
             }),
             None => Err(Failure::InvalidKey { present: true }),
         }
     }
+
+    /// The accounts of all tenants, in the configuration's order; where none is configured, that of everybody.
+    pub fn accounts(&self) -> impl Iterator<Item = &Arc<TenantAccount>> {
+        let open = self.known.is_empty().then_some(&self.open);
+        self.known.iter().map(|known| &known.account).chain(open)
+    }
+}
+
+fn beginning(hash: &KeyHash) -> u64 {
+    let [a, b, c, d, e, f, g, h, ..] = *hash.as_bytes();
+    u64::from_le_bytes([a, b, c, d, e, f, g, h])
 }
 
 /// The key of `Authorization: Bearer KEY`, else of `x-api-key`.

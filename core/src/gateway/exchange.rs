@@ -8,6 +8,7 @@ use http::StatusCode;
 
 use super::usage::{self, Usage};
 use crate::flow::permit::Permit;
+use crate::flow::tenant::Reservation;
 use crate::routing::breaker::Fault;
 use crate::routing::pool::{Asked, Pool};
 use crate::routing::replica::Admitted;
@@ -52,11 +53,19 @@ impl Ending {
     }
 }
 
+/// What a failed exchange leaves to the next attempt.
+pub struct Unsettled {
+    pub record: OpenRecord,
+    pub reservation: Option<Reservation>,
+}
+
 /// Given back when dropped: the slot, the breaker's leave, the access record. Dropped before it ended, the
 /// client left.
 pub struct Exchange {
     /// Absent once another attempt has taken it over.
     record: Option<OpenRecord>,
+    /// What the request holds of its tenant's limits, settled with the bill.
+    pub reservation: Option<Reservation>,
     permit: Permit,
     admitted: Admitted,
     pool: Arc<Pool>,
@@ -82,6 +91,7 @@ impl Exchange {
     ) -> Exchange {
         Exchange {
             record: Some(record),
+            reservation: None,
             permit,
             admitted,
             pool,
@@ -153,14 +163,16 @@ impl Exchange {
         }
     }
 
-    /// It failed before the client saw a byte: the replica is at fault, and the record goes on to the next attempt.
-    pub fn fail(mut self, ending: Ending) -> OpenRecord {
+    /// It failed before the client saw a byte: the replica is at fault, and the books go on to the next attempt.
+    pub fn fail(mut self, ending: Ending) -> Unsettled {
         self.permit.failed();
         self.blame(&ending);
         // The record is only ever taken here, and `self` ends with it.
-        self.record
-            .take()
-            .expect("an exchange keeps its record until it fails")
+        let record = self.record.take();
+        Unsettled {
+            record: record.expect("an exchange keeps its record until it fails"),
+            reservation: self.reservation.take(),
+        }
     }
 
     fn settle(&mut self, mut record: OpenRecord) {
@@ -168,6 +180,9 @@ impl Exchange {
             self.usage.merge(found);
         }
         self.write_tokens(&mut record);
+        if let Some(reservation) = self.reservation.take() {
+            reservation.settle(self.usage.input, self.usage.output.unwrap_or(self.events));
+        }
         let Some(ending) = self.ending.take() else {
             record.outcome = Outcome::ClientLeft;
             return;

@@ -13,6 +13,7 @@ use super::answer::{self, Accepted, Refused};
 use super::body::ClientBody;
 use super::exchange::Exchange;
 use super::job::{Job, Outgoing};
+use super::refusal;
 use super::respond::{EngineAnswer, Failure};
 use crate::clock;
 use crate::flow::dispatch::Ahead;
@@ -58,10 +59,7 @@ enum TroubleKind {
 /// Runs the attempts and records how they ended.
 pub async fn attempts(mut job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
     let result = run(&mut job).await;
-    if let (Err(failure), Some(record)) = (&result, &mut job.record) {
-        record_failure(record, failure);
-    }
-    result
+    result.map_err(|failure| refusal::leave(&mut job, failure))
 }
 
 /// Writes down why a request was not answered.
@@ -372,6 +370,9 @@ async fn attempt(
         record.tokens_estimated = true;
         record.cost = permit.cost();
     }
+    if let Some(reservation) = &mut job.reservation {
+        reservation.sent();
+    }
     let sent_at = Instant::now();
     let accepted = match call(job, &mut admitted, &outgoing, attempt, calls).await {
         Ok(accepted) => accepted,
@@ -404,13 +405,15 @@ async fn attempt(
         job.asked,
         sent_at,
     );
+    exchange.reservation = job.reservation.take();
     exchange.answered(accepted.status());
     // Only now: noted when it was sent, a burst of one prompt would all follow its first request.
     job.pool.remember(&job.prompt, &replica);
     answer::finish(job, accepted, exchange, debug)
         .await
-        .map_err(|(record, broken)| {
-            job.record = Some(record);
+        .map_err(|(unsettled, broken)| {
+            job.record = Some(unsettled.record);
+            job.reservation = unsettled.reservation;
             elsewhere(&replica.id, &broken, TroubleKind::Transport)
         })
 }

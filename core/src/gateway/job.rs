@@ -18,10 +18,15 @@ use super::state::Gateway;
 use crate::clock;
 use crate::config::Config;
 use crate::flow::dispatch::{Ahead, Arrival, Size, Unseen};
+use crate::flow::ledger::Ask;
+use crate::flow::tenant::Reservation;
 use crate::routing::pool::{Asked, Chosen, Pool};
 use crate::routing::prefix::PromptHashes;
 use crate::routing::replica::Replica;
 use crate::telemetry::OpenRecord;
+
+/// What a body with images, or a form, is taken to need for its input: a megabyte of it is no quarter of a million tokens.
+const NOT_TEXT_MAX_TOKENS: u64 = 4_096;
 
 /// A request on its way. The record in it is written when it is dropped, wherever that is.
 pub struct Job {
@@ -45,6 +50,8 @@ pub struct Job {
     pub tenant: Arc<str>,
     pub weight: f64,
     pub flow: Option<Arc<str>>,
+    /// The band that the client would like, as its header or its body says.
+    pub band_hint: Option<Arc<str>>,
     /// Where it waits, as its generation of policies has it.
     pub band: BandSpec,
     /// How long it may wait for its turn, where that is not the band's own time.
@@ -58,6 +65,8 @@ pub struct Job {
     pub debug: bool,
     /// Moves into the exchange with the replica that answers.
     pub record: Option<OpenRecord>,
+    /// What it holds of its tenant's limits; moves as the record does.
+    pub reservation: Option<Reservation>,
 }
 
 /// A body, as far as it was understood.
@@ -124,6 +133,7 @@ impl Job {
             .map_or(0.0, |record| record.started().elapsed().as_secs_f64() * 1e3);
         RequestView {
             model: &self.pool.model.name,
+            band_hint: self.band_hint.as_deref(),
             path: self.path_and_query.path(),
             stream: self.facts.stream,
             input_tokens: self.asked.ask.input_tokens,
@@ -137,6 +147,20 @@ impl Job {
             attempt,
             seed: self.seed,
             ..RequestView::default()
+        }
+    }
+
+    /// What the request will probably take of its tenant's limits.
+    pub fn tokens(&self) -> Ask {
+        let is_text = matches!(self.body, Body::Json(_)) && !self.facts.has_images;
+        let input_tokens = match is_text {
+            true => self.asked.ask.input_tokens,
+            false => self.asked.ask.input_tokens.min(NOT_TEXT_MAX_TOKENS),
+        };
+        Ask {
+            input_tokens,
+            output_tokens: self.asked.ask.est_output_tokens,
+            is_text,
         }
     }
 

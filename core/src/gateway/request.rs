@@ -13,7 +13,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, Response, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
-use llmgw_plugins::{Band, BandSpec, Hook, PolicySet, RequestView, TenantView};
+use llmgw_plugins::{Band, BandSpec, Hook, PolicySet, TenantView};
 
 use super::auth::Caller;
 use super::body::ClientBody;
@@ -23,13 +23,16 @@ use super::gathered::Gathered;
 use super::headers::{self, X_LLMGW_BAND, X_LLMGW_DEBUG, X_LLMGW_MODEL, X_REQUEST_ID};
 use super::hold::Held;
 use super::job::{Body, Facts, Job};
+use super::limit_headers;
 use super::models;
 use super::multipart;
 use super::peek;
+use super::refusal;
 use super::respond::{self, Failure};
 use super::silence::Silence;
 use super::state::{Gateway, Runtime};
 use crate::config::Model;
+use crate::flow::tenant::TenantAccount;
 use crate::random;
 use crate::routing::prefix::PromptHashes;
 use crate::telemetry::OpenRecord;
@@ -59,7 +62,17 @@ pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Respon
         path: parts.uri.path().to_string(),
         ..AccessRecord::default()
     }));
-    let served = serve(&gateway, parts, &request_id, body, dialect, &mut record).await;
+    let mut account = None;
+    let served = serve(
+        &gateway,
+        parts,
+        &request_id,
+        body,
+        dialect,
+        &mut record,
+        &mut account,
+    )
+    .await;
     let mut response = served.unwrap_or_else(|failure| {
         if let Some(record) = &mut record {
             forward::record_failure(record, &failure);
@@ -67,6 +80,9 @@ pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Respon
         respond::failure(&failure, dialect)
     });
     response.headers_mut().insert(X_REQUEST_ID, request_id);
+    if let Some(account) = account {
+        limit_headers::write(response.headers_mut(), &account.balance());
+    }
     if gateway.is_draining() && version < Version::HTTP_2 {
         let close = http::HeaderValue::from_static("close");
         response.headers_mut().insert(CONNECTION, close);
@@ -81,6 +97,7 @@ async fn serve(
     body: Incoming,
     dialect: Dialect,
     record: &mut Option<OpenRecord>,
+    account: &mut Option<Arc<TenantAccount>>,
 ) -> Result<Response<ClientBody>, Failure> {
     if gateway.is_draining() {
         return Err(Failure::ShuttingDown);
@@ -97,6 +114,7 @@ async fn serve(
     }
     let caller = runtime.tenants.authenticate(&parts.headers)?;
     note(record, |record| record.tenant = caller.name.clone());
+    let account = account.insert(caller.account.clone());
     if let Some(wanted) = models::asked(&parts.method, path) {
         let response = models::answer(&runtime, &caller, &wanted)?;
         note(record, |record| {
@@ -124,7 +142,8 @@ async fn serve(
         caller,
         dialect,
     };
-    let job = prepare(gateway, &runtime, set, arrived, record)?;
+    let mut job = prepare(gateway, &runtime, set, arrived, record)?;
+    admit(&mut job, account)?;
     send(job).await
 }
 
@@ -291,7 +310,7 @@ fn prepare(
             known: models::names(runtime, &caller),
         });
     };
-    let band_hint = text_of(&parts.headers, &X_LLMGW_BAND);
+    let header_hint = text_of(&parts.headers, &X_LLMGW_BAND);
     let debug = text_of(&parts.headers, &X_LLMGW_DEBUG).is_some_and(|value| value == "1");
     headers::towards_engine(&mut parts.headers);
     parts.headers.insert(X_REQUEST_ID, request_id);
@@ -316,9 +335,10 @@ fn prepare(
         facts,
         prompt: understood.prompt,
         tenant: caller.name.clone(),
-        weight: caller.tenant.as_ref().map_or(1.0, |tenant| tenant.weight),
+        weight: caller.account.weight(),
         flow: None,
         band: unlisted_band(Arc::from(OPEN_BAND)),
+        band_hint: header_hint.map(Arc::from),
         queue_ttl: None,
         ahead: None,
         seed: random::next(),
@@ -326,8 +346,9 @@ fn prepare(
         debug,
         set,
         record: None,
+        reservation: None,
     });
-    let band = classify(&job, &caller, band_hint.as_deref());
+    let band = classify(&job, &caller);
     job.flow = flow(&job, &caller);
     job.queue_ttl = band.ttl_ms.map(Duration::from_millis);
     job.band = match set_band(&job.set, &band.name) {
@@ -348,12 +369,8 @@ fn text_of(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
 }
 
 /// Asks the policy for the band.
-fn classify(job: &Job, caller: &Caller, band_hint: Option<&str>) -> Band {
-    let request = RequestView {
-        band_hint,
-        ..job.view(0)
-    };
-    job.set.classify(&request, &tenant_view(job, caller))
+fn classify(job: &Job, caller: &Caller) -> Band {
+    job.set.classify(&job.view(0), &tenant_view(job, caller))
 }
 
 /// Asks the policy which of the tenant's flows it is.
@@ -372,7 +389,9 @@ fn tenant_view<'a>(job: &'a Job, caller: &'a Caller) -> TenantView<'a> {
         name: &caller.name,
         band: allowed.first().map_or(OPEN_BAND, |band| &**band),
         best_band: best_band(&job.set, allowed).unwrap_or(OPEN_BAND),
-        weight: job.weight,
+        weight: caller.account.configured_weight(),
+        inflight: u64::from(caller.account.inflight()),
+        queued: u64::from(caller.account.queued()),
         ..TenantView::default()
     }
 }
@@ -400,6 +419,21 @@ fn best_band<'a>(set: &'a PolicySet, allowed: &[Arc<str>]) -> Option<&'a str> {
         .filter(|band| allowed.is_empty() || allowed.contains(&band.name))
         .max_by(|left, right| left.priority.total_cmp(&right.priority))
         .map(|band| &*band.name)
+}
+
+/// Takes what the request needs of its tenant's own limits, or refuses it.
+fn admit(job: &mut Job, account: &Arc<TenantAccount>) -> Result<(), Failure> {
+    match account.admit(job.tokens()) {
+        Ok(reservation) => {
+            job.reservation = Some(reservation);
+            Ok(())
+        }
+        Err(refused) => {
+            let tenant = account.name.clone();
+            let failure = Failure::TenantLimit { tenant, refused };
+            Err(refusal::leave(job, failure))
+        }
+    }
 }
 
 /// Runs the attempts. Where comments are wanted, the client gets its headers while an engine is still silent.

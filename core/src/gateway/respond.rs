@@ -1,5 +1,6 @@
 //! The one place that turns a failure into a status, a code and a body that says what to do.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -9,6 +10,7 @@ use http::{Response, StatusCode};
 use super::body::ClientBody;
 use super::dialect::{Dialect, ErrorBody, ErrorCode};
 use super::engine_error;
+use crate::flow::ledger;
 
 /// Names shown in one message: more would be noise, and a fleet may have thousands.
 const NAMES_SHOWN_MAX: usize = 20;
@@ -39,8 +41,8 @@ pub enum Failure {
     },
     /// A tenant's own cap.
     TenantLimit {
-        tenant: String,
-        limit: u32,
+        tenant: Arc<str>,
+        refused: ledger::Refused,
     },
     QueueFull {
         model: String,
@@ -77,6 +79,13 @@ pub enum Failure {
     /// An engine answered with an error; the client gets it once, in one shape.
     Engine(Box<EngineAnswer>),
     ShuttingDown,
+    /// A refusal, answered as the policy wants it: the reason stays what it was.
+    Decided {
+        why: Box<Failure>,
+        /// 429 or 503.
+        status: u16,
+        wait: Option<Duration>,
+    },
 }
 
 /// An engine's own error, as it came.
@@ -112,6 +121,9 @@ impl Failure {
             Failure::Engine(answer) => {
                 StatusCode::from_u16(answer.status).unwrap_or(StatusCode::BAD_GATEWAY)
             }
+            Failure::Decided { why, status, .. } => {
+                StatusCode::from_u16(*status).unwrap_or(why.status())
+            }
         }
     }
 
@@ -133,17 +145,20 @@ impl Failure {
             Failure::FirstByteTimeout { .. } => "first_byte_timeout",
             Failure::Engine(_) => "engine_error",
             Failure::ShuttingDown => "shutting_down",
+            Failure::Decided { why, .. } => why.code(),
         }
     }
 
     /// How long the client should wait before it tries again; whole seconds go into `Retry-After`.
-    fn retry_after(&self) -> Option<Duration> {
+    pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Failure::QueueFull { retry_after, .. }
             | Failure::Shed { retry_after, .. }
             | Failure::QueueTimeout { retry_after, .. }
             | Failure::NoReplica { retry_after, .. } => Some(*retry_after),
-            Failure::TenantLimit { .. } | Failure::ShuttingDown => Some(Duration::from_secs(1)),
+            Failure::TenantLimit { refused, .. } => refused.wait_ms.map(Duration::from_millis),
+            Failure::ShuttingDown => Some(Duration::from_secs(1)),
+            Failure::Decided { wait, .. } => *wait,
             _ => None,
         }
     }
@@ -194,9 +209,7 @@ impl Failure {
                 "an API key is needed: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
                     .to_string()
             }
-            Failure::TenantLimit { tenant, limit } => format!(
-                "tenant `{tenant}` already has {limit} requests at work, its `max_concurrency`"
-            ),
+            Failure::TenantLimit { tenant, refused } => tenant_limit(tenant, refused),
             Failure::QueueFull {
                 model,
                 band,
@@ -233,6 +246,7 @@ impl Failure {
             ),
             Failure::Engine(answer) => answer.summary.clone(),
             Failure::ShuttingDown => "the gateway is shutting down".to_string(),
+            Failure::Decided { why, .. } => why.message(),
         }
     }
 
@@ -302,6 +316,36 @@ fn retry_after(failure: &Failure) -> Option<HeaderValue> {
     }
     let seconds = failure.retry_after()?.as_secs_f64().ceil().clamp(1.0, 60.0);
     Some(HeaderValue::from(seconds as u64))
+}
+
+fn tenant_limit(tenant: &str, refused: &ledger::Refused) -> String {
+    let ledger::Refused {
+        limit,
+        allowed,
+        wanted,
+        left,
+        wait_ms,
+    } = *refused;
+    let Some(wait_ms) = wait_ms else {
+        return format!(
+            "the prompt of about {wanted} tokens can never pass: tenant `{tenant}` may use {allowed} a minute (`{}`); \
+             shorten it, or have the limit raised",
+            limit.as_str()
+        );
+    };
+    let wait = wait_ms as f64 / 1e3;
+    match limit {
+        ledger::Limit::MaxConcurrency => {
+            format!("tenant `{tenant}` has {allowed} requests open already, its `max_concurrency`")
+        }
+        ledger::Limit::RequestsPerMinute => format!(
+            "tenant `{tenant}` has used up its `requests_per_minute` ({allowed}); the next one can pass in {wait:.1} s"
+        ),
+        ledger::Limit::TokensPerMinute => format!(
+            "tenant `{tenant}` has {left} of its `tokens_per_minute` ({allowed}) left, and this request needs about \
+             {wanted}; it can pass in {wait:.1} s"
+        ),
+    }
 }
 
 fn names(known: &[String]) -> String {

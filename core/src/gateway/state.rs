@@ -30,7 +30,7 @@ pub struct Gateway {
 
 impl Gateway {
     pub fn new(config: Config, policies: Arc<Policies>, telemetry: Arc<Telemetry>) -> Arc<Gateway> {
-        let runtime = Runtime::new(config, &Fleet::default(), &policies, &telemetry);
+        let runtime = Runtime::new(config, None, &policies, &telemetry);
         runtime.fleet.take_over();
         Arc::new(Gateway {
             runtime: ArcSwap::from_pointee(runtime),
@@ -44,7 +44,7 @@ impl Gateway {
     /// Puts a checked configuration in force. Streams go on with what they began with.
     pub fn apply(&self, config: Config) {
         let before = self.runtime.load_full();
-        let runtime = Runtime::new(config, &before.fleet, &self.policies, &self.telemetry);
+        let runtime = Runtime::new(config, Some(&before), &self.policies, &self.telemetry);
         let names: Vec<Arc<str>> = runtime
             .config
             .catalog
@@ -73,13 +73,15 @@ impl Gateway {
 impl Runtime {
     fn new(
         config: Config,
-        before: &Fleet,
+        before: Option<&Runtime>,
         policies: &Arc<Policies>,
         telemetry: &Telemetry,
     ) -> Runtime {
-        let fleet = Fleet::build(&config, before, &telemetry.metrics, policies);
+        let none = Fleet::default();
+        let fleet_before = before.map_or(&none, |before| &before.fleet);
+        let fleet = Fleet::build(&config, fleet_before, &telemetry.metrics, policies);
         Runtime {
-            tenants: Tenants::new(&config),
+            tenants: Tenants::new(&config, before.map(|before| &before.tenants)),
             fleet: Arc::new(fleet),
             config: Arc::new(config),
         }
