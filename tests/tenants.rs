@@ -1,0 +1,367 @@
+//! A tenant's own limits, over the real binary: what is refused and how, what is given back, what clients are shown.
+
+mod harness;
+#[path = "harness/more.rs"]
+mod more;
+
+use std::time::Instant;
+
+use fake_engine::{Kind, Running};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use harness::{Answer, Client, Gateway, Setup};
+use more::{chat_of, engine};
+
+const CHAT: &str = "/v1/chat/completions";
+
+/// A tenant whose key is its name; `more` are further keys such as `max_concurrency: 1`.
+fn tenant(name: &str, more: &str) -> String {
+    let digest = Sha256::digest(name.as_bytes());
+    let hash: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("  - {{name: {name}, keys: [\"sha256:{hash}\"], {more}}}")
+}
+
+fn setup(engine: &Running, tenants: &[String]) -> Setup {
+    Setup::new()
+        .top("log: {format: json}")
+        .top(&format!("tenants:\n{}", tenants.join("\n")))
+        .model("fake", "")
+        .endpoint("vllm", &engine.url(), "")
+}
+
+fn start(engine: &Running, tenants: &[String]) -> Gateway {
+    let gateway = setup(engine, tenants).start();
+    gateway.ready("fake", 1);
+    gateway
+}
+
+/// Sends a request with a tenant's key and further headers, without waiting for the answer.
+fn send(gateway: &Gateway, key: &str, more: &[(&str, &str)], body: &str) -> Client {
+    let bearer = format!("Bearer {key}");
+    let mut headers = vec![
+        ("content-type", "application/json"),
+        ("authorization", &*bearer),
+    ];
+    headers.extend_from_slice(more);
+    let mut client = gateway.client();
+    client.request("POST", CHAT, &headers, body.as_bytes());
+    client
+}
+
+fn ask(gateway: &Gateway, key: &str, fake: &str) -> Answer {
+    send(gateway, key, &[("x-fake", fake)], &chat_of("fake", false)).answer()
+}
+
+/// A number in a header.
+fn number(answer: &Answer, header: &str) -> u64 {
+    let value = answer.header(header);
+    let value = value.unwrap_or_else(|| panic!("no `{header}` in {:?}", answer.head));
+    value
+        .parse()
+        .unwrap_or_else(|_| panic!("{header}: {value}"))
+}
+
+/// A duration in a header, in seconds.
+fn seconds(answer: &Answer, header: &str) -> f64 {
+    let value = answer.header(header).unwrap();
+    if let Some(ms) = value.strip_suffix("ms") {
+        return ms.parse::<f64>().unwrap() / 1e3;
+    }
+    let (minutes, rest) = value.split_once('m').unwrap_or(("0", value));
+    let rest: f64 = rest.strip_suffix('s').unwrap().parse().unwrap();
+    minutes.parse::<f64>().unwrap() * 60.0 + rest
+}
+
+fn assert_refused(answer: &Answer, status: u16, parts: &[&str]) -> Value {
+    assert_eq!(answer.status(), status, "{}", answer.text());
+    let error = answer.json()["error"].clone();
+    assert_eq!(error["code"], "tenant_limit", "{error}");
+    let message = error["message"].as_str().unwrap();
+    for part in parts {
+        assert!(message.contains(part), "`{part}` in {message}");
+    }
+    error
+}
+
+#[test]
+fn a_tenant_at_its_concurrency_is_refused_and_others_are_not() {
+    let engine = engine(Kind::Vllm, "{}");
+    let tenants = [tenant("narrow", "max_concurrency: 2"), tenant("other", "")];
+    let gateway = start(&engine, &tenants);
+    let stream = |fake| {
+        let mut client = send(
+            &gateway,
+            "narrow",
+            &[("x-fake", fake)],
+            &chat_of("fake", true),
+        );
+        assert_eq!(client.head().status, 200);
+        client.body_until("data:");
+        client
+    };
+    let open = [
+        stream(r#"{"token_ms":60000}"#),
+        stream(r#"{"token_ms":60000}"#),
+    ];
+    let refused = ask(&gateway, "narrow", "{}");
+    let error = assert_refused(
+        &refused,
+        429,
+        &["`narrow`", "2 requests", "`max_concurrency`"],
+    );
+    assert_eq!(error["type"], "rate_limit_error");
+    assert_eq!(
+        number(&refused, "retry-after").clamp(1, 2),
+        number(&refused, "retry-after")
+    );
+    assert_eq!(refused.header("x-ratelimit-limit-requests"), None);
+    assert_eq!(ask(&gateway, "other", "{}").status(), 200);
+    assert_eq!(engine.state().newest(CHAT).unwrap().n, engine.state().total);
+    // Both are given back: by a client that leaves, with its connection.
+    drop(open);
+    gateway.until("its requests are given back", || {
+        ask(&gateway, "narrow", "{}").status() == 200
+    });
+    let again = [stream("{}"), stream("{}")];
+    drop(again);
+    gateway.counters_are_zero();
+}
+
+#[test]
+fn requests_a_minute_are_counted_for_what_engines_got_and_shown_on_every_answer() {
+    let engine = engine(Kind::Vllm, "{}");
+    let gateway = start(&engine, &[tenant("slow", "requests_per_minute: 2")]);
+    let began = Instant::now();
+    let mut left = Vec::new();
+    for _ in 0..2 {
+        let answer = ask(&gateway, "slow", "{}");
+        assert_eq!(answer.status(), 200, "{}", answer.text());
+        assert_eq!(number(&answer, "x-ratelimit-limit-requests"), 2);
+        assert_eq!(answer.header("x-ratelimit-limit-tokens"), None);
+        left.push(number(&answer, "x-ratelimit-remaining-requests"));
+    }
+    let refused = ask(&gateway, "slow", "{}");
+    // One comes back every 30 s: not before this test is over, or the machine is too slow for it.
+    assert!(began.elapsed().as_secs() < 30);
+    assert_eq!(left, [1, 0]);
+    assert_refused(&refused, 429, &["`requests_per_minute` (2)", " s"]);
+    let retry = number(&refused, "retry-after");
+    assert!((1..=36).contains(&retry), "{retry}");
+    assert_eq!(number(&refused, "x-ratelimit-remaining-requests"), 0);
+    let reset = seconds(&refused, "x-ratelimit-reset-requests");
+    let elapsed = began.elapsed().as_secs_f64();
+    assert!(reset <= 60.0 && reset >= 60.0 - elapsed - 0.01, "{reset}");
+    assert_eq!(engine.state().by_path[&format!("POST {CHAT}")], 2);
+}
+
+#[test]
+fn a_request_that_no_engine_got_costs_nothing() {
+    let engine = engine(Kind::Vllm, "{}");
+    let limits = "requests_per_minute: 5, tokens_per_minute: 5000";
+    let mut setup = setup(&engine, &[tenant("t", limits)]);
+    // Nothing listens there.
+    setup = setup
+        .model("away", "")
+        .endpoint("vllm", "http://127.0.0.1:9", "");
+    let gateway = setup.start();
+    gateway.ready("fake", 1);
+    let bodies = [
+        chat_of("away", false),
+        chat_of("absent", false),
+        "{".to_owned(),
+    ];
+    for (body, status) in bodies.iter().zip([503, 404, 400]) {
+        let answer = send(&gateway, "t", &[], body).answer();
+        assert_eq!(answer.status(), status, "{}", answer.text());
+        assert_eq!(number(&answer, "x-ratelimit-remaining-requests"), 5);
+        assert_eq!(number(&answer, "x-ratelimit-remaining-tokens"), 5000);
+    }
+    let models = {
+        let mut client = gateway.client();
+        client.request("GET", "/v1/models", &[("x-api-key", "t")], b"");
+        client.answer()
+    };
+    assert_eq!(number(&models, "x-ratelimit-remaining-requests"), 5);
+}
+
+#[test]
+fn tokens_are_reserved_while_a_request_is_open_and_settled_by_what_it_used() {
+    let engine = engine(Kind::Vllm, r#"{"tokens":7}"#);
+    let gateway = start(&engine, &[tenant("t", "tokens_per_minute: 6000")]);
+    let began = Instant::now();
+    // What a minute's limit gives back since, at most.
+    let given_back = || (began.elapsed().as_secs_f64() * 100.0).ceil() as u64;
+    let mut used = 0;
+    for _ in 0..3 {
+        let answer = ask(&gateway, "t", "{}");
+        let usage = &answer.json()["usage"];
+        used += usage["total_tokens"].as_u64().unwrap();
+        let left = number(&answer, "x-ratelimit-remaining-tokens");
+        let least = 6000 - used;
+        assert!(
+            (least..=least + given_back()).contains(&left),
+            "{left} of {least}"
+        );
+    }
+    // Open: at least the 256 tokens that the first answers are taken to have, less what was learned since.
+    let fake = r#"{"token_ms":60000,"tokens":500}"#;
+    let body = json!({"model": "fake", "stream": true, "max_tokens": 500,
+        "messages": [{"role": "user", "content": "word ".repeat(800)}]});
+    let mut open = send(&gateway, "t", &[("x-fake", fake)], &body.to_string());
+    let head = open.head();
+    open.body_until("data:");
+    let left: u64 = head
+        .header("x-ratelimit-remaining-tokens")
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!(left < 6000 - used - 800 + given_back(), "{left}");
+    // The client leaves: it costs its prompt and what it saw, not what was reserved.
+    drop(open);
+    gateway.counters_are_zero();
+    let after = ask(&gateway, "t", "{}");
+    used += after.json()["usage"]["total_tokens"].as_u64().unwrap();
+    let left_after = number(&after, "x-ratelimit-remaining-tokens");
+    let prompt = 4_000 / 4;
+    let most = 6000 - used - prompt + given_back();
+    assert!(
+        left_after <= most && left_after >= 6000 - used - 1_500,
+        "{left_after} of {most}"
+    );
+}
+
+#[test]
+fn a_prompt_above_a_minutes_tokens_is_refused_for_good_and_says_so() {
+    let engine = engine(Kind::Vllm, "{}");
+    let gateway = start(&engine, &[tenant("t", "tokens_per_minute: 500")]);
+    let body =
+        json!({"model": "fake", "messages": [{"role": "user", "content": "word ".repeat(1000)}]});
+    let refused = send(&gateway, "t", &[], &body.to_string()).answer();
+    assert_refused(
+        &refused,
+        429,
+        &["can never pass", "`t`", "500 a minute", "shorten"],
+    );
+    assert_eq!(refused.header("retry-after"), None);
+    assert_eq!(number(&refused, "x-ratelimit-remaining-tokens"), 500);
+    // The same bytes as an image may be a few hundred tokens.
+    let image = json!({"model": "fake", "messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{}", "A".repeat(5000))}}]}]});
+    let answer = send(&gateway, "t", &[], &image.to_string()).answer();
+    assert_eq!(answer.status(), 200, "{}", answer.text());
+}
+
+#[test]
+fn a_tenant_in_debt_waits_for_it_and_is_told_how_long() {
+    let engine = engine(Kind::Vllm, r#"{"tokens":900}"#);
+    let gateway = start(&engine, &[tenant("t", "tokens_per_minute: 600")]);
+    let first = ask(&gateway, "t", "{}");
+    assert_eq!(first.status(), 200, "{}", first.text());
+    assert_eq!(number(&first, "x-ratelimit-remaining-tokens"), 0);
+    let refused = ask(&gateway, "t", "{}");
+    assert_refused(&refused, 429, &["`tokens_per_minute` (600)", "0 of"]);
+    let retry = number(&refused, "retry-after");
+    assert!((24..=60).contains(&retry), "{retry}");
+    assert!(seconds(&refused, "x-ratelimit-reset-tokens") > 60.0);
+}
+
+#[test]
+fn a_reload_changes_limits_and_keeps_what_was_taken() {
+    let engine = engine(Kind::Vllm, "{}");
+    let gateway = start(&engine, &[tenant("t", "requests_per_minute: 4")]);
+    let began = Instant::now();
+    for _ in 0..3 {
+        assert_eq!(ask(&gateway, "t", "{}").status(), 200);
+    }
+    let limits = |limits: &str| {
+        gateway.write_config(&setup(&engine, &[tenant("t", limits)]).yaml());
+        assert_eq!(gateway.admin_post("/v1/reload").status(), 200);
+    };
+    limits("requests_per_minute: 6, max_concurrency: 1");
+    let answer = ask(&gateway, "t", "{}");
+    assert_eq!(number(&answer, "x-ratelimit-limit-requests"), 6);
+    let left = number(&answer, "x-ratelimit-remaining-requests");
+    // At most one comes back in 10 s.
+    let most = 2 + began.elapsed().as_secs().div_ceil(10);
+    assert!((2..=most).contains(&left), "{left}");
+    // What is open over a reload counts against the limit that it brought.
+    let mut open = send(
+        &gateway,
+        "t",
+        &[("x-fake", r#"{"token_ms":60000}"#)],
+        &chat_of("fake", true),
+    );
+    assert_eq!(open.head().status, 200);
+    limits("max_concurrency: 1");
+    assert_refused(&ask(&gateway, "t", "{}"), 429, &["1 requests open"]);
+    drop(open);
+    gateway.until("it is given back", || {
+        ask(&gateway, "t", "{}").status() == 200
+    });
+}
+
+#[test]
+fn an_engines_own_limits_pass_to_tenants_without_one_and_are_replaced_for_the_others() {
+    let engine = engine(
+        Kind::Vllm,
+        r#"{"headers":{"x-ratelimit-remaining-requests":"77","x-ratelimit-remaining-tokens":"88"}}"#,
+    );
+    let tenants = [
+        tenant("free", ""),
+        tenant("bound", "requests_per_minute: 600"),
+    ];
+    let gateway = start(&engine, &tenants);
+    let free = ask(&gateway, "free", "{}");
+    assert_eq!(number(&free, "x-ratelimit-remaining-requests"), 77);
+    assert_eq!(number(&free, "x-ratelimit-remaining-tokens"), 88);
+    let bound = ask(&gateway, "bound", "{}");
+    assert_eq!(number(&bound, "x-ratelimit-limit-requests"), 600);
+    assert!(number(&bound, "x-ratelimit-remaining-requests") >= 598);
+    assert_eq!(bound.header("x-ratelimit-remaining-tokens"), None);
+}
+
+#[test]
+fn a_policy_may_answer_a_tenants_limit_with_another_status_and_wait() {
+    let engine = engine(Kind::Vllm, "{}");
+    let policy = "local M = { api = 1 }\nfunction M.bands(pool)\n  return { { name = \"standard\", priority = 1 } }\nend\n\
+        function M.reject(request, why)\n  if why == \"tenant_limit\" and request.model == \"fake\" then\n    return 503, 30000\n  end\nend\nreturn M\n";
+    let gateway = setup(&engine, &[tenant("t", "max_concurrency: 1")])
+        .top("policies: policies")
+        .file("policies/admission.lua", policy)
+        .model("away", "")
+        .endpoint("vllm", "http://127.0.0.1:9", "")
+        .start();
+    gateway.ready("fake", 1);
+    let away = send(&gateway, "t", &[], &chat_of("away", false)).answer();
+    assert_eq!(
+        (away.status(), away.json()["error"]["code"].clone()),
+        (503, json!("no_replica"))
+    );
+    let mut open = send(
+        &gateway,
+        "t",
+        &[("x-fake", r#"{"token_ms":60000}"#)],
+        &chat_of("fake", true),
+    );
+    assert_eq!(open.head().status, 200);
+    let refused = ask(&gateway, "t", "{}");
+    let error = assert_refused(&refused, 503, &["`max_concurrency`"]);
+    assert_eq!(error["type"], "server_error");
+    let retry = number(&refused, "retry-after");
+    assert!(
+        (24..=36).contains(&retry),
+        "30 s, moved by a fifth at most: {retry}"
+    );
+    drop(open);
+    gateway.counters_are_zero();
+    let records = more::await_records(&gateway, 3);
+    let record = records
+        .iter()
+        .find(|record| record["code"] == "tenant_limit")
+        .unwrap();
+    assert_eq!(
+        (&record["status"], &record["outcome"]),
+        (&json!(503), &json!("refused"))
+    );
+}
