@@ -1,6 +1,6 @@
 //! What an operator is told about a configuration that is valid: what needs a restart, what has no effect yet, what was probably not meant.
 
-use super::{Config, Tenant};
+use super::Config;
 
 /// The settings that differ and take effect only when the server is started again.
 pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
@@ -34,36 +34,9 @@ pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
         .collect()
 }
 
-/// Whether a tenant has a setting.
-type IsSet = fn(&Tenant) -> bool;
-
 /// What is configured, valid, and without effect in this version: one sentence each.
 pub fn not_yet_enforced(config: &Config) -> Vec<String> {
     let mut said = Vec::new();
-    let limits: [(&str, IsSet); 4] = [
-        ("max_concurrency", |tenant| tenant.max_concurrency.is_some()),
-        ("requests_per_minute", |tenant| {
-            tenant.requests_per_minute.is_some()
-        }),
-        ("tokens_per_minute", |tenant| {
-            tenant.tokens_per_minute.is_some()
-        }),
-        ("weight", |tenant| tenant.weight != 1.0),
-    ];
-    for (key, is_set) in limits {
-        let names: Vec<&str> = config
-            .tenants
-            .iter()
-            .filter(|tenant| is_set(tenant))
-            .map(|tenant| &*tenant.name)
-            .collect();
-        if !names.is_empty() {
-            said.push(format!(
-                "`{key}` is not enforced yet (tenants: {})",
-                names.join(", ")
-            ));
-        }
-    }
     let profiles: Vec<&str> = config
         .catalog
         .models
