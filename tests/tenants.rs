@@ -365,3 +365,79 @@ fn a_policy_may_answer_a_tenants_limit_with_another_status_and_wait() {
         (&json!(503), &json!("refused"))
     );
 }
+
+#[test]
+fn a_band_is_asked_for_by_header_or_in_the_body_and_never_above_what_the_tenant_may_use() {
+    let engine = engine(Kind::Vllm, "{}");
+    let tenants = [
+        tenant("low", "bands: [standard, batch]"),
+        tenant("ends", "bands: [batch, interactive]"),
+    ];
+    let gateway = start(&engine, &tenants);
+    for (key, header, fields, expected) in [
+        ("low", None, json!({}), "standard"),
+        ("low", Some("batch"), json!({}), "batch"),
+        ("low", Some("interactive"), json!({}), "standard"),
+        (
+            "low",
+            Some("no-such-band"),
+            json!({"service_tier": "batch"}),
+            "standard",
+        ),
+        ("low", None, json!({"service_tier": "flex"}), "batch"),
+        (
+            "low",
+            None,
+            json!({"service_tier": "interactive"}),
+            "standard",
+        ),
+        ("low", None, json!({"service_tier": "priority"}), "standard"),
+        (
+            "low",
+            Some("standard"),
+            json!({"service_tier": "flex"}),
+            "standard",
+        ),
+        ("ends", None, json!({}), "batch"),
+        ("ends", None, json!({"service_tier": "auto"}), "batch"),
+        (
+            "ends",
+            None,
+            json!({"service_tier": "priority"}),
+            "interactive",
+        ),
+        ("ends", None, json!({"priority": -1}), "interactive"),
+        ("ends", None, json!({"priority": 0}), "batch"),
+        (
+            "ends",
+            Some("interactive"),
+            json!({"priority": 5}),
+            "interactive",
+        ),
+        // Not one of its bands, and nothing is above it.
+        ("ends", Some("standard"), json!({}), "batch"),
+    ] {
+        let mut body: Value = serde_json::from_str(&chat_of("fake", false)).unwrap();
+        for (name, value) in fields.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        let body = body.to_string();
+        let mut more = vec![("x-llmgw-debug", "1")];
+        more.extend(header.map(|band| ("x-llmgw-band", band)));
+        let answer = send(&gateway, key, &more, &body).answer();
+        assert_eq!(answer.status(), 200, "{}", answer.text());
+        assert_eq!(
+            answer.header("x-llmgw-band"),
+            Some(expected),
+            "{key} {header:?} {fields}"
+        );
+        let state = engine.state();
+        let got = state.newest(CHAT).unwrap();
+        assert_eq!(
+            got.body.as_deref(),
+            Some(&*body),
+            "the body goes on unchanged"
+        );
+        assert_eq!(got.header("x-llmgw-band"), None);
+    }
+}

@@ -92,6 +92,10 @@ pub struct Facts {
     pub has_tools: bool,
     pub has_images: bool,
     pub session: Option<String>,
+    /// As OpenAI's clients say how urgent it is.
+    pub service_tier: Option<String>,
+    /// As vLLM's clients do: a lower one goes earlier.
+    pub priority: Option<i64>,
 }
 
 /// How a request goes to one engine.
@@ -121,6 +125,8 @@ impl Facts {
             has_tools: peek.has_tools,
             has_images: peek.has_images,
             session: peek.session.as_deref().map(str::to_string),
+            service_tier: peek.service_tier.as_deref().map(str::to_string),
+            priority: peek.priority,
         }
     }
 }

@@ -8,6 +8,7 @@
 pub mod answer;
 pub mod assemble;
 pub mod auth;
+pub mod band;
 pub mod body;
 pub mod client_io;
 pub mod dialect;

@@ -13,9 +13,10 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, Response, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
-use llmgw_plugins::{Band, BandSpec, Hook, PolicySet, TenantView};
+use llmgw_plugins::PolicySet;
 
 use super::auth::Caller;
+use super::band::{self, OPEN_BAND};
 use super::body::ClientBody;
 use super::dialect::Dialect;
 use super::forward;
@@ -40,15 +41,12 @@ use crate::telemetry::access::{AccessRecord, Outcome};
 
 /// How long a client may pause in the middle of its own body.
 const BODY_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// The band of callers who have none of their own.
-const OPEN_BAND: &str = "standard";
-/// Requests that may wait in a band that no policy lists, and how long.
-const UNLISTED_BAND_QUEUE_MAX: u64 = 2_000;
-const UNLISTED_BAND_TTL_MS: u64 = 30_000;
 /// A longer name of a model is not shown back: 50 MB of one would be copied into error and record.
 const MODEL_NAME_MAX_BYTES: usize = 1024;
 /// A session name longer than this is cut: it is a hint, not data.
 const SESSION_MAX_BYTES: usize = 256;
+/// A band's name is shorter than this.
+const SERVICE_TIER_MAX_BYTES: usize = 128;
 
 /// Answers one request. Every failure goes through `respond::failure`, every record through its own drop.
 pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Response<ClientBody> {
@@ -196,8 +194,13 @@ fn understand(parts: &Parts, bytes: Bytes, dialect: Dialect) -> Result<Understoo
         Err(error) => return Err(Failure::InvalidJson(error.to_string())),
     };
     let mut facts = Facts::of(&peek);
-    if let Some(session) = &mut facts.session {
-        truncate(session, SESSION_MAX_BYTES);
+    for (text, max_bytes) in [
+        (&mut facts.session, SESSION_MAX_BYTES),
+        (&mut facts.service_tier, SERVICE_TIER_MAX_BYTES),
+    ] {
+        if let Some(text) = text {
+            truncate(text, max_bytes);
+        }
     }
     Ok(Understood {
         model: peek.model.as_deref().map(str::to_string),
@@ -310,11 +313,12 @@ fn prepare(
             known: models::names(runtime, &caller),
         });
     };
-    let header_hint = text_of(&parts.headers, &X_LLMGW_BAND);
+    let header = text_of(&parts.headers, &X_LLMGW_BAND);
     let debug = text_of(&parts.headers, &X_LLMGW_DEBUG).is_some_and(|value| value == "1");
     headers::towards_engine(&mut parts.headers);
     parts.headers.insert(X_REQUEST_ID, request_id);
     let facts = understood.facts;
+    let band_hint = band::hint(&set, &caller, header, &facts);
     let prompt_bytes = understood.body.bytes().len() as u64;
     let mut job = Box::new(Job {
         gateway: gateway.clone(),
@@ -337,8 +341,8 @@ fn prepare(
         tenant: caller.name.clone(),
         weight: caller.account.weight(),
         flow: None,
-        band: unlisted_band(Arc::from(OPEN_BAND)),
-        band_hint: header_hint.map(Arc::from),
+        band: band::unlisted(OPEN_BAND.into()),
+        band_hint,
         queue_ttl: None,
         ahead: None,
         seed: random::next(),
@@ -348,13 +352,7 @@ fn prepare(
         record: None,
         reservation: None,
     });
-    let band = classify(&job, &caller);
-    job.flow = flow(&job, &caller);
-    job.queue_ttl = band.ttl_ms.map(Duration::from_millis);
-    job.band = match set_band(&job.set, &band.name) {
-        Some(spec) => spec.clone(),
-        None => unlisted_band(band.name),
-    };
+    band::classify(&mut job, &caller);
     if let Some(record) = record {
         record.set_model(pool.metrics.clone());
         record.band = job.band.name.clone();
@@ -366,59 +364,6 @@ fn prepare(
 
 fn text_of(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name)?.to_str().ok().map(str::to_string)
-}
-
-/// Asks the policy for the band.
-fn classify(job: &Job, caller: &Caller) -> Band {
-    job.set.classify(&job.view(0), &tenant_view(job, caller))
-}
-
-/// Asks the policy which of the tenant's flows it is.
-fn flow(job: &Job, caller: &Caller) -> Option<Arc<str>> {
-    if !job.set.defines(Hook::Key) {
-        return None;
-    }
-    let key = job.set.key(&job.view(0), &tenant_view(job, caller))?;
-    Some(Arc::from(key))
-}
-
-fn tenant_view<'a>(job: &'a Job, caller: &'a Caller) -> TenantView<'a> {
-    let tenant = caller.tenant.as_deref();
-    let allowed = tenant.map_or(&[][..], |tenant| &tenant.bands);
-    TenantView {
-        name: &caller.name,
-        band: allowed.first().map_or(OPEN_BAND, |band| &**band),
-        best_band: best_band(&job.set, allowed).unwrap_or(OPEN_BAND),
-        weight: caller.account.configured_weight(),
-        inflight: u64::from(caller.account.inflight()),
-        queued: u64::from(caller.account.queued()),
-        ..TenantView::default()
-    }
-}
-
-/// A band of a policy that lists none: some may wait, for a while.
-fn unlisted_band(name: Arc<str>) -> BandSpec {
-    BandSpec {
-        name,
-        priority: 0.0,
-        floor: 0.0,
-        max_queue: UNLISTED_BAND_QUEUE_MAX,
-        ttl_ms: UNLISTED_BAND_TTL_MS,
-        shed: None,
-    }
-}
-
-fn set_band<'a>(set: &'a PolicySet, name: &str) -> Option<&'a BandSpec> {
-    set.bands_at_load().iter().find(|band| &*band.name == name)
-}
-
-/// The band that goes first among those that a tenant may use; none listed means all.
-fn best_band<'a>(set: &'a PolicySet, allowed: &[Arc<str>]) -> Option<&'a str> {
-    set.bands_at_load()
-        .iter()
-        .filter(|band| allowed.is_empty() || allowed.contains(&band.name))
-        .max_by(|left, right| left.priority.total_cmp(&right.priority))
-        .map(|band| &*band.name)
 }
 
 /// Takes what the request needs of its tenant's own limits, or refuses it.
