@@ -8,7 +8,7 @@ use fake_engine::Kind;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use harness::{Gateway, Setup};
+use harness::{Answer, Gateway, Setup};
 use more::{at_once, await_records, chat_of, engine, record_of};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -258,8 +258,18 @@ fn a_stream_that_its_client_left_is_charged_for_what_was_seen() {
     assert!(record["input_tokens"].as_u64().unwrap() > 0);
 }
 
+/// What a server whose admin address has a token says there.
+fn admin(gateway: &Gateway, method: &str, path: &str) -> Answer {
+    let mut client = harness::Client::new(gateway.admin);
+    let bearer = format!("Bearer {ADMIN_TOKEN}");
+    client.request(method, path, &[("authorization", &bearer)], b"");
+    let answer = client.answer();
+    assert_eq!(answer.status(), 200, "{}", answer.text());
+    answer
+}
+
 #[test]
-fn no_secret_and_no_prompt_is_ever_logged() {
+fn no_secret_and_no_prompt_is_ever_logged_shown_or_forwarded() {
     for format in ["json", "text"] {
         let engine = fake_engine::start(fake_engine::Options {
             api_key: Some(ENGINE_KEY.to_owned()),
@@ -275,45 +285,84 @@ fn no_secret_and_no_prompt_is_ever_logged() {
             .model("fake", "")
             .endpoint("vllm", &engine.url(), &format!("api_key: {ENGINE_KEY}"))
             .start();
-        let bodies = [
-            json!({"model": "fake", "messages": [{"role": "user", "content": PROMPT}]}),
-            json!({"model": "absent", "messages": [{"role": "user", "content": PROMPT}]}),
-            json!({"model": 7, "prompt": PROMPT}),
-        ];
-        let mut statuses = Vec::new();
         gateway.await_log("ready, serves");
-        for body in &bodies {
-            for (header, value) in [
-                ("authorization", format!("Bearer {KEY}")),
-                ("x-api-key", KEY.to_owned()),
-                ("authorization", format!("Bearer wrong-{KEY}")),
-            ] {
-                let mut client = gateway.client();
-                let path = format!("{CHAT}?api_key={KEY}");
-                client.request(
-                    "POST",
-                    &path,
-                    &[(header, &value)],
-                    body.to_string().as_bytes(),
+        let answers = ask_in_every_way(&gateway);
+        let statuses: Vec<u16> = answers.iter().map(Answer::status).collect();
+        let expected = [
+            200, 200, 200, 401, 401, 404, 404, 404, 401, 401, 400, 400, 400, 401, 401,
+        ];
+        assert_eq!(statuses, expected);
+        let reload = admin(&gateway, "POST", "/v1/reload");
+        let record = |line: &&str| line.contains("access") && line.contains(CHAT);
+        gateway.until("all requests are in the log", || {
+            gateway.log().lines().filter(record).count() == expected.len()
+        });
+        let mut shown = vec![("the log".to_owned(), gateway.log())];
+        for path in [
+            "/metrics",
+            "/v1/status",
+            "/v1/models",
+            "/v1/replicas",
+            "/v1/policies",
+        ] {
+            shown.push((path.to_owned(), admin(&gateway, "GET", path).text()));
+        }
+        let answers = answers.iter().chain([&reload]);
+        shown.extend(answers.map(|answer| (format!("{:?}", answer.head), answer.text())));
+        for (place, text) in &shown {
+            for secret in [KEY, ENGINE_KEY, ADMIN_TOKEN, PROMPT] {
+                let line = text.lines().find(|line| line.contains(secret));
+                let is_echo = secret == PROMPT && *place != "the log";
+                assert!(
+                    line.is_none() || is_echo,
+                    "`{secret}` is in {place}: {line:?}"
                 );
-                statuses.push(client.answer().status());
+                assert!(!place.contains(secret), "{place}");
             }
         }
-        assert_eq!(statuses, [200, 200, 401, 404, 404, 401, 400, 400, 401]);
-        drop(gateway.admin_get("/v1/status"));
-        let mut admin = harness::Client::new(gateway.admin);
-        let bearer = format!("Bearer {ADMIN_TOKEN}");
-        admin.request("POST", "/v1/reload", &[("authorization", &bearer)], b"");
-        let answer = admin.answer();
-        assert_eq!(answer.status(), 200, "{}", answer.text());
-        gateway.await_log("/v1/chat/completions");
-        let log = gateway.log();
-        for secret in [KEY, ENGINE_KEY, ADMIN_TOKEN, PROMPT] {
-            let line = log.lines().find(|line| line.contains(secret));
-            assert_eq!(line, None, "`{secret}` is in the log");
+        let got = engine.state().last;
+        let chats = got.iter().filter(|request| request.method == "POST");
+        assert_eq!(chats.clone().count(), 3);
+        for request in chats {
+            let bearer = format!("Bearer {ENGINE_KEY}");
+            assert_eq!(request.header("authorization"), Some(&*bearer));
+            assert_eq!(request.header("x-api-key"), None);
         }
-        for secret in [KEY, ENGINE_KEY, ADMIN_TOKEN] {
-            assert!(!answer.text().contains(secret));
+        for request in &got {
+            let (headers, body) = (format!("{:?}", request.headers), request.body.clone());
+            for secret in [KEY, ADMIN_TOKEN] {
+                let text = format!("{headers} {}", body.as_deref().unwrap_or_default());
+                assert!(!text.contains(secret), "an engine got `{secret}`: {text}");
+            }
         }
     }
+}
+
+/// Requests that end well, at no model and in a bad body, each with the key in both headers' and in wrong ways.
+fn ask_in_every_way(gateway: &Gateway) -> Vec<Answer> {
+    let bodies = [
+        json!({"model": "fake", "messages": [{"role": "user", "content": PROMPT}]}),
+        json!({"model": "absent", "messages": [{"role": "user", "content": PROMPT}]}),
+        json!({"model": 7, "prompt": PROMPT}),
+    ];
+    let (right, wrong) = (format!("Bearer {KEY}"), format!("Bearer wrong-{KEY}"));
+    let ways = [
+        vec![("authorization", &*right)],
+        vec![("x-api-key", KEY)],
+        vec![("authorization", &*right), ("x-api-key", KEY)],
+        vec![("authorization", &*wrong)],
+        // No scheme that the gateway knows: it is no key, and still a secret.
+        vec![("authorization", KEY)],
+    ];
+    let mut answers = Vec::new();
+    for body in &bodies {
+        for headers in &ways {
+            let mut client = gateway.client();
+            // A query is the engine's, and no log's.
+            let path = format!("{CHAT}?api_key={KEY}");
+            client.request("POST", &path, headers, body.to_string().as_bytes());
+            answers.push(client.answer());
+        }
+    }
+    answers
 }
