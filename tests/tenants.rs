@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use harness::{Answer, Client, Gateway, Setup};
-use more::{chat_of, engine};
+use more::{chat_of, ctl, engine};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -440,4 +440,42 @@ fn a_band_is_asked_for_by_header_or_in_the_body_and_never_above_what_the_tenant_
         );
         assert_eq!(got.header("x-llmgw-band"), None);
     }
+}
+
+#[test]
+fn a_key_that_was_made_here_works_until_it_expires() {
+    let engine = engine(Kind::Vllm, "{}");
+    let bare = Setup::new()
+        .model("fake", "")
+        .endpoint("vllm", &engine.url(), "");
+    let gateway = bare.start();
+    let made = ctl(
+        &gateway,
+        &["key", "new", "--tenant", "t", "--expires", "90d"],
+    );
+    assert_eq!(made.status, 0, "{}", made.stderr);
+    let after = |mark: &str| {
+        let line = made.stdout.lines().find_map(|line| line.strip_prefix(mark));
+        line.unwrap().trim().to_owned()
+    };
+    let (key, line) = (after("key"), after("config"));
+    assert!(line.contains("expires: 20"), "{line}");
+    let gateway = setup(&engine, &[format!("  {line}")]).start();
+    gateway.ready("fake", 1);
+    let answer = ask(&gateway, &key, "{}");
+    assert_eq!(answer.status(), 200, "{}", answer.text());
+    // The same key, a while later.
+    let (before, _) = line.split_once("expires: ").unwrap();
+    let past = format!("  {before}expires: 2026-01-01T00:00:00Z}}]}}");
+    gateway.write_config(&setup(&engine, &[past]).yaml());
+    assert_eq!(gateway.admin_post("/v1/reload").status(), 200);
+    let refused = ask(&gateway, &key, "{}");
+    assert_eq!(refused.status(), 401, "{}", refused.text());
+    let error = &refused.json()["error"];
+    assert_eq!(error["code"], "invalid_api_key");
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.contains("expired at 2026-01-01T00:00:00Z"),
+        "{message}"
+    );
 }

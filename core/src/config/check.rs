@@ -153,7 +153,7 @@ fn tenants(tenants: &[Tenant], found: &mut Vec<Finding>) {
             ));
         }
         for (number, key) in tenant.keys.iter().enumerate() {
-            if let Some(first) = keys.insert(*key, index) {
+            if let Some(first) = keys.insert(key.hash, index) {
                 let wrong = match first == index {
                     true => "is listed twice".to_owned(),
                     false => format!(

@@ -1,7 +1,9 @@
 //! Keeps credentials out of the source lines that messages show.
 
 /// A key whose last word is one of these has a credential as its value.
-const CREDENTIAL_WORDS: [&str; 6] = [
+const CREDENTIAL_WORDS: [&str; 7] = [
+    // Of a key: what stands there may be the key itself, by mistake.
+    "hash",
     "token",
     "secret",
     "password",
@@ -92,6 +94,7 @@ mod tests {
                 "keys: ****** *****, weight: x",
             ),
             ("env: {HF_TOKEN: abc}", "env: {HF_TOKEN: ***}"),
+            ("- {hash: sk-1, expires: x}", "- {hash: ****, expires: x}"),
             ("api_key: \"${ENGINE_KEY}\"", "api_key: \"${ENGINE_KEY}\""),
             (
                 "tls: {cert: a.pem, key: b.pem}",

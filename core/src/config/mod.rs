@@ -16,6 +16,7 @@ use llmgw_plugins::MetricOverride;
 use sha2::{Digest, Sha256};
 
 mod check;
+mod date;
 mod decode;
 mod expand;
 mod mask;
@@ -30,6 +31,7 @@ mod watch;
 mod yaml;
 
 pub use check::check_engines;
+pub use date::UtcTime;
 pub use notes::{needs_restart, not_yet_enforced, warnings};
 pub use problem::{ConfigErrors, Problem};
 pub(crate) use profile::{lacks_fp8, problems as profile_problems};
@@ -153,12 +155,20 @@ pub struct Tenant {
     pub weight: f64,
     /// The bands it may use, the first is its default; empty = not limited.
     pub bands: Vec<Arc<str>>,
-    pub keys: Vec<KeyHash>,
+    pub keys: Vec<TenantKey>,
     /// What it may use, matched against names, not aliases. Default `*`.
     pub models: Vec<ModelPattern>,
     pub max_concurrency: Option<u32>,
     pub requests_per_minute: Option<u64>,
     pub tokens_per_minute: Option<u64>,
+}
+
+/// One API key of a tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TenantKey {
+    pub hash: KeyHash,
+    /// From then on it is refused; `None` = never.
+    pub expires: Option<UtcTime>,
 }
 
 /// A model's name, in which each `*` stands for any text.

@@ -327,7 +327,7 @@ impl<'e> Report<'e> {
             .map(|size| size.0)
     }
 
-    fn measure<T>(
+    pub fn measure<T>(
         &mut self,
         field: &Field<'_>,
         expected: &str,

@@ -20,6 +20,8 @@ use serde_json::Value;
 use client::{Admin, ClientError};
 pub use policies::PoliciesCommand;
 
+use crate::config::UtcTime;
+
 /// `ctl status --watch` asks this often.
 const WATCH_INTERVAL_MS: u64 = 2000;
 
@@ -101,6 +103,9 @@ pub enum KeyCommand {
         /// The tenant that the key is for.
         #[arg(long)]
         tenant: String,
+        /// When it ends: a duration from now (`90d`, `12h`) or a date (`2026-12-31`, UTC). Never, where it is left out.
+        #[arg(long, value_name = "D")]
+        expires: Option<String>,
     },
 }
 
@@ -180,8 +185,8 @@ async fn execute(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> u8 {
 async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<(), CtlError> {
     let path = match &args.command {
         CtlCommand::Key {
-            command: KeyCommand::New { tenant },
-        } => return new_key(tenant, args.format, out),
+            command: KeyCommand::New { tenant, expires },
+        } => return new_key(tenant, expires.as_deref(), args.format, out),
         CtlCommand::Reload => return reload(args, out).await,
         CtlCommand::Policies {
             change: Some(change),
@@ -266,8 +271,13 @@ async fn reload(args: &CtlArgs, out: &mut dyn Write) -> Result<(), CtlError> {
     }
 }
 
-fn new_key(tenant: &str, format: OutputFormat, out: &mut dyn Write) -> Result<(), CtlError> {
-    let key = key::Key::new(tenant).map_err(CtlError::Key)?;
+fn new_key(
+    tenant: &str,
+    expires: Option<&str>,
+    format: OutputFormat,
+    out: &mut dyn Write,
+) -> Result<(), CtlError> {
+    let key = key::Key::new(tenant, expires, UtcTime::now()).map_err(CtlError::Key)?;
     match format {
         OutputFormat::Json => writeln!(out, "{:#}", key.json())?,
         OutputFormat::Text => {

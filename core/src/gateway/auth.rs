@@ -8,11 +8,23 @@ use http::header::AUTHORIZATION;
 
 use super::headers::X_API_KEY;
 use super::respond::Failure;
-use crate::config::{Config, KeyHash, Tenant};
+use crate::config::{Config, KeyHash, Tenant, TenantKey, UtcTime};
 use crate::flow::tenant::TenantAccount;
 
 /// The tenant of everybody where none is configured.
 pub const OPEN_TENANT: &str = "default";
+
+/// Why a key is not taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyProblem {
+    /// There is none.
+    Missing,
+    /// It is nobody's.
+    Unknown,
+    Expired {
+        at: UtcTime,
+    },
+}
 
 /// Who a request is for.
 #[derive(Debug, Clone)]
@@ -37,7 +49,7 @@ pub struct Tenants {
     known: Vec<Known>,
     /// Every key of every tenant by the beginning of its hash: a request costs the same with one tenant and with
     /// ten thousand.
-    by_key: HashMap<u64, Vec<(KeyHash, usize)>>,
+    by_key: HashMap<u64, Vec<(TenantKey, usize)>>,
     open: Arc<TenantAccount>,
 }
 
@@ -53,11 +65,11 @@ impl Tenants {
         for known in before.iter().flat_map(|before| &before.known) {
             kept.insert(&known.tenant.name, &known.account);
         }
-        let mut by_key: HashMap<u64, Vec<(KeyHash, usize)>> = HashMap::new();
+        let mut by_key: HashMap<u64, Vec<(TenantKey, usize)>> = HashMap::new();
         let mut known = Vec::with_capacity(config.tenants.len());
         for (index, tenant) in config.tenants.iter().enumerate() {
             for key in &tenant.keys {
-                let same = by_key.entry(beginning(key)).or_default();
+                let same = by_key.entry(beginning(&key.hash)).or_default();
                 same.push((*key, index));
             }
             let account = match kept.get(&*tenant.name) {
@@ -90,24 +102,29 @@ impl Tenants {
                 account: self.open.clone(),
             });
         }
-        let Some(key) = presented(headers) else {
-            return Err(Failure::InvalidKey { present: false });
+        let Some(presented) = presented(headers) else {
+            return Err(Failure::InvalidKey(KeyProblem::Missing));
         };
-        let hash = KeyHash::of(key);
+        let hash = KeyHash::of(presented);
         let same = self.by_key.get(&beginning(&hash));
         let mut found = None;
-        for (known, index) in same.into_iter().flatten() {
-            if known.matches(&hash) {
-                found = Some(&self.known[*index]);
+        for (key, index) in same.into_iter().flatten() {
+            if key.hash.matches(&hash) {
+                found = Some((key, &self.known[*index]));
             }
         }
-        match found {
-            Some(found) => Ok(Caller {
-                name: found.tenant.name.clone(),
-                tenant: Some(found.tenant.clone()),
-                account: found.account.clone(),
+        let Some((key, known)) = found else {
+            return Err(Failure::InvalidKey(KeyProblem::Unknown));
+        };
+        match key.expires {
+            Some(at) if at <= UtcTime::now() => {
+                Err(Failure::InvalidKey(KeyProblem::Expired { at }))
+            }
+            _ => Ok(Caller {
+                name: known.tenant.name.clone(),
+                tenant: Some(known.tenant.clone()),
+                account: known.account.clone(),
             }),
-            None => Err(Failure::InvalidKey { present: true }),
         }
     }
 

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
 
+use super::auth::KeyProblem;
 use super::body::ClientBody;
 use super::dialect::{Dialect, ErrorBody, ErrorCode};
 use super::engine_error;
@@ -36,9 +37,7 @@ pub enum Failure {
         method: String,
         path: String,
     },
-    InvalidKey {
-        present: bool,
-    },
+    InvalidKey(KeyProblem),
     /// A tenant's own cap.
     TenantLimit {
         tenant: Arc<str>,
@@ -109,7 +108,7 @@ impl Failure {
             }
             Failure::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Failure::UnknownModel { .. } | Failure::UnknownRoute { .. } => StatusCode::NOT_FOUND,
-            Failure::InvalidKey { .. } => StatusCode::UNAUTHORIZED,
+            Failure::InvalidKey(_) => StatusCode::UNAUTHORIZED,
             Failure::TenantLimit { .. } | Failure::QueueFull { .. } | Failure::Shed { .. } => {
                 StatusCode::TOO_MANY_REQUESTS
             }
@@ -136,7 +135,7 @@ impl Failure {
             Failure::MissingModel { .. } => "missing_model",
             Failure::UnknownModel { .. } => "model_not_found",
             Failure::UnknownRoute { .. } => "unknown_route",
-            Failure::InvalidKey { .. } => "invalid_api_key",
+            Failure::InvalidKey(_) => "invalid_api_key",
             Failure::TenantLimit { .. } => "tenant_limit",
             Failure::QueueFull { .. } | Failure::Shed { .. } => "queue_full",
             Failure::QueueTimeout { .. } => "queue_timeout",
@@ -202,12 +201,15 @@ impl Failure {
             Failure::UnknownRoute { method, path } => {
                 format!("no route for {method} {path}; this gateway serves /v1/…")
             }
-            Failure::InvalidKey { present: true } => {
+            Failure::InvalidKey(KeyProblem::Unknown) => {
                 "the API key is none of the configured tenants'".to_string()
             }
-            Failure::InvalidKey { present: false } => {
+            Failure::InvalidKey(KeyProblem::Missing) => {
                 "an API key is needed: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
                     .to_string()
+            }
+            Failure::InvalidKey(KeyProblem::Expired { at }) => {
+                format!("the API key expired at {at}; ask your operator for a new one")
             }
             Failure::TenantLimit { tenant, refused } => tenant_limit(tenant, refused),
             Failure::QueueFull {

@@ -13,7 +13,7 @@ use crate::config::read::{Field, Fields, Report};
 use crate::config::yaml::Node;
 use crate::config::{
     AdminListen, Agents, AgentsTls, Catalog, Config, KeyHash, Limits, Listen, Log, LogFormat,
-    ModelPattern, SourceText, Tenant, TlsFiles,
+    ModelPattern, SourceText, Tenant, TenantKey, TlsFiles, UtcTime,
 };
 
 mod catalog;
@@ -283,7 +283,7 @@ impl Decode<'_, '_, '_> {
             .get("keys")
             .map(|field| self.report.quiet_list(&field))
             .unwrap_or_default();
-        let keys = keys.iter().map(|field| self.key_hash(field)).collect();
+        let keys = keys.iter().map(|field| self.tenant_key(field)).collect();
         let max_concurrency = fields.get("max_concurrency");
         if let Some(bands) = fields
             .get("bands")
@@ -309,6 +309,42 @@ impl Decode<'_, '_, '_> {
             requests_per_minute: self.per_minute(&fields, "requests_per_minute"),
             tokens_per_minute: self.per_minute(&fields, "tokens_per_minute"),
         }
+    }
+
+    /// The hash alone, or `{hash, expires}`.
+    fn tenant_key(&mut self, field: &Field<'_>) -> TenantKey {
+        let Node::Mapping(entries) = field.node else {
+            let hash = self.key_hash(field);
+            return TenantKey {
+                hash,
+                expires: None,
+            };
+        };
+        let is_known =
+            |key: &Node| matches!(key, Node::Text(key) if matches!(&**key, "hash" | "expires"));
+        let fields = match entries.iter().all(|(key, _)| is_known(key)) {
+            true => self.fields(field, &["hash", "expires"]),
+            false => {
+                // It may be the API key itself, so it is not repeated as other unknown keys are.
+                let right = "write `{hash: \"sha256:...\", expires: 2026-12-31}`";
+                self.report.add_quietly(field, "has an unknown key", right);
+                Fields::none(field.place.clone())
+            }
+        };
+        let hash = match fields.get("hash") {
+            Some(hash) => self.key_hash(&hash),
+            None => {
+                let right = "write `hash: \"sha256:...\"`";
+                self.report.missing(&fields, "hash", right);
+                KeyHash([0; 32])
+            }
+        };
+        let expires = fields.get("expires").and_then(|field| {
+            let any = UtcTime(0)..=UtcTime::LAST;
+            let expected = "a date such as `2026-12-31`";
+            self.report.measure(&field, expected, any)
+        });
+        TenantKey { hash, expires }
     }
 
     /// The text may be the key itself, put here by mistake, so no message repeats it.

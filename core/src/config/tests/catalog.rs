@@ -56,6 +56,45 @@ fn duplicates_are_refused() {
 }
 
 #[test]
+fn a_key_may_expire() {
+    let hash = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
+    let tenant = |keys: &str| format!("tenants:\n  - name: t\n    keys:\n{keys}models: []\n");
+    let text = tenant(&format!(
+        "      - \"{hash}\"\n      - {{hash: \"sha256:{}\", expires: 2026-12-31}}\n",
+        "0f".repeat(32)
+    ));
+    let keys = &good(&text).tenants[0].keys;
+    assert_eq!((keys.len(), keys[0].expires), (2, None));
+    assert_eq!(keys[1].expires, Some(UtcTime(1_798_675_200)));
+    check(&[
+        (
+            &tenant(&format!("      - {{hash: \"{hash}\", expires: soon}}\n")),
+            &[
+                "4 tenants[0].keys[0].expires: `soon` is not a date (write e.g. `2026-12-31` or `2026-12-31T18:30:00Z`, in UTC)",
+            ],
+        ),
+        (
+            &tenant("      - {expires: 2026-12-31}\n"),
+            &["4 tenants[0].keys[0]: has no `hash` (write `hash: \"sha256:...\"`)"],
+        ),
+        (
+            &tenant(&format!(
+                "      - {{hash: \"{hash}\", until: 2026-12-31}}\n"
+            )),
+            &[
+                "4 tenants[0].keys[0]: has an unknown key (write `{hash: \"sha256:...\", expires: 2026-12-31}`)",
+            ],
+        ),
+        (
+            &tenant(&format!(
+                "      - \"{hash}\"\n      - {{hash: \"{hash}\", expires: 2026-12-31}}\n"
+            )),
+            &["5 tenants[0].keys[1]: is listed twice (a key names one tenant: keep one of them)"],
+        ),
+    ]);
+}
+
+#[test]
 fn tenants_that_contradict_themselves_are_refused() {
     check(&[
         (

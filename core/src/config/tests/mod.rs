@@ -134,7 +134,7 @@ fn the_documented_example_loads() {
     );
     let tenant = &config.tenants[0];
     assert_eq!((tenant.weight, tenant.bands.len()), (2.0, 2));
-    assert!(tenant.keys[0].matches(&KeyHash::of(b"test")));
+    assert!(tenant.keys[0].hash.matches(&KeyHash::of(b"test")));
     let model = config.catalog.resolve("default").unwrap();
     assert_eq!(&*model.name, "smollm2");
     assert_eq!(
@@ -485,6 +485,10 @@ fn no_message_and_no_debug_output_shows_a_credential() {
         "admin: {listen: 8081, token: hunter2}\n",
         "tenants:\n  - name: t\n    keys: hunter2\n",
         "tenants:\n  - name: t\n    keys:\n      a: hunter2\n",
+        "tenants:\n  - name: t\n    keys:\n      - {hash: hunter2}\n",
+        "tenants:\n  - name: t\n    keys:\n      - hash: hunter2\n        expires: x\n",
+        "tenants:\n  - name: t\n    keys:\n      - {hash: hunter2, expires: x}\n",
+        "tenants:\n  - name: t\n    keys:\n      - {hunter2: x}\n",
         "models:\n  - name: a\n    profiles:\n      - {name: p, engine: e, env: hunter2}\n",
         "models:\n  - name: a\n    profiles:\n      - {name: p, engine: e, env: {T: [hunter2]}}\n",
         "limits: {idle_timeout: \"${HIDDEN}\"}\n",
