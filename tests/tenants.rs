@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use harness::{Answer, Client, Gateway, Setup};
-use more::{chat_of, ctl, engine};
+use more::{at_once, chat_of, ctl, engine};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -156,7 +156,61 @@ fn requests_a_minute_are_counted_for_what_engines_got_and_shown_on_every_answer(
 }
 
 #[test]
-fn a_request_that_no_engine_got_costs_nothing() {
+fn fifty_at_once_pass_no_cap() {
+    let engine = engine(Kind::Vllm, r#"{"first_ms":50}"#);
+    let tenants = [
+        tenant("narrow", "max_concurrency: 4"),
+        tenant("slow", "requests_per_minute: 5"),
+    ];
+    let gateway = start(&engine, &tenants);
+    let passed = |key: &str| {
+        let answers = at_once(50, |_| ask(&gateway, key, "{}").status());
+        assert!(answers.iter().all(|status| matches!(status, 200 | 429)));
+        answers.iter().filter(|status| **status == 200).count()
+    };
+    let began = Instant::now();
+    assert!(passed("narrow") >= 4);
+    let peak = engine.state().peak_running;
+    assert!((1..=4).contains(&peak), "{peak}");
+    let passed = passed("slow");
+    // One comes back every 12 s.
+    let most = 5 + began.elapsed().as_secs().div_ceil(12) as usize;
+    assert!((5..=most).contains(&passed), "{passed}");
+}
+
+#[test]
+fn a_refused_request_uses_up_nothing_and_neither_does_one_that_leaves_the_queue() {
+    let engine = engine(Kind::Vllm, "{}");
+    let limits = "max_concurrency: 2, requests_per_minute: 4";
+    let gateway = setup(&engine, &[tenant("t", limits)])
+        .model("one", "")
+        .endpoint("vllm", &engine.url(), "serves: fake, slots: 1")
+        .start();
+    gateway.ready("one", 1);
+    let slow = [("x-fake", r#"{"token_ms":60000}"#)];
+    let mut open = send(&gateway, "t", &slow, &chat_of("one", true));
+    assert_eq!(open.head().status, 200);
+    let waits = send(&gateway, "t", &[], &chat_of("one", false));
+    gateway.queued(1);
+    for _ in 0..10 {
+        assert_refused(&ask(&gateway, "t", "{}"), 429, &["2 requests open"]);
+    }
+    // It never reached an engine.
+    drop(waits);
+    gateway.queued(0);
+    gateway.until("its place is free again", || {
+        ask(&gateway, "t", "{}").status() == 200
+    });
+    let answer = ask(&gateway, "t", "{}");
+    assert_eq!(answer.status(), 200, "{}", answer.text());
+    // The stream and two answers were sent; one more may come back in 15 s.
+    let left = number(&answer, "x-ratelimit-remaining-requests");
+    assert!((1..=2).contains(&left), "{left}");
+    drop(open);
+}
+
+#[test]
+fn a_request_that_no_engine_got_costs_nothing_and_an_error_no_tokens() {
     let engine = engine(Kind::Vllm, "{}");
     let limits = "requests_per_minute: 5, tokens_per_minute: 5000";
     let mut setup = setup(&engine, &[tenant("t", limits)]);
@@ -183,6 +237,11 @@ fn a_request_that_no_engine_got_costs_nothing() {
         client.answer()
     };
     assert_eq!(number(&models, "x-ratelimit-remaining-requests"), 5);
+    // An engine's own error is a request of which nothing was used.
+    let error = ask(&gateway, "t", r#"{"status":400}"#);
+    assert_eq!(error.status(), 400, "{}", error.text());
+    assert_eq!(number(&error, "x-ratelimit-remaining-requests"), 4);
+    assert_eq!(number(&error, "x-ratelimit-remaining-tokens"), 5000);
 }
 
 #[test]
@@ -229,6 +288,53 @@ fn tokens_are_reserved_while_a_request_is_open_and_settled_by_what_it_used() {
         left_after <= most && left_after >= 6000 - used - 1_500,
         "{left_after} of {most}"
     );
+}
+
+#[test]
+fn a_request_that_is_tried_twice_costs_what_one_does() {
+    // Its answers are put together from streams, which die on the way.
+    let dies = engine(Kind::Llamacpp, r#"{"die_after":2}"#);
+    let works = engine(Kind::Llamacpp, r#"{"tokens":40}"#);
+    let limits = "requests_per_minute: 10, tokens_per_minute: 1200, max_concurrency: 1";
+    let gateway = Setup::new()
+        .top(&format!("tenants:\n{}", tenant("t", limits)))
+        .model("fake", "")
+        .endpoint("llamacpp", &dies.url(), "")
+        .endpoint("llamacpp", &works.url(), "")
+        .start();
+    gateway.ready("fake", 2);
+    let began = Instant::now();
+    let tried = || {
+        dies.state()
+            .by_path
+            .get(&format!("POST {CHAT}"))
+            .copied()
+            .unwrap_or(0)
+    };
+    let (mut sent, mut used) = (0, 0);
+    let mut last = None;
+    // The one that dies is tried first sooner or later.
+    while tried() == 0 || last.is_none() {
+        assert!(sent < 9, "the other one was always chosen");
+        let answer = ask(&gateway, "t", "{}");
+        assert_eq!(answer.status(), 200, "{}", answer.text());
+        used += answer.json()["usage"]["total_tokens"].as_u64().unwrap();
+        sent += 1;
+        last = Some(answer);
+    }
+    let last = last.unwrap();
+    let passed = began.elapsed().as_secs_f64();
+    for (header, least, a_second) in [
+        ("x-ratelimit-remaining-requests", 10 - sent, 10.0 / 60.0),
+        ("x-ratelimit-remaining-tokens", 1_200 - used, 20.0),
+    ] {
+        let most = least + (passed * a_second).ceil() as u64;
+        let left = number(&last, header);
+        assert!(
+            (least..=most).contains(&left),
+            "{header}: {left}, not {least} to {most}"
+        );
+    }
 }
 
 #[test]

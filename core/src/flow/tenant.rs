@@ -133,6 +133,11 @@ impl Limits {
 }
 
 impl Reservation {
+    /// Whose it is.
+    pub fn account(&self) -> &Arc<TenantAccount> {
+        &self.account
+    }
+
     /// The request goes to an engine: from here on it counts as one, whatever comes of it.
     pub fn sent(&mut self) {
         if !std::mem::replace(&mut self.is_sent, true) {

@@ -157,7 +157,7 @@ impl Job {
     }
 
     /// What the request will probably take of its tenant's limits.
-    pub fn tokens(&self) -> Ask {
+    pub fn wanted(&self) -> Ask {
         let is_text = matches!(self.body, Body::Json(_)) && !self.facts.has_images;
         let input_tokens = match is_text {
             true => self.asked.ask.input_tokens,

@@ -368,7 +368,7 @@ fn text_of(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
 
 /// Takes what the request needs of its tenant's own limits, or refuses it.
 fn admit(job: &mut Job, account: &Arc<TenantAccount>) -> Result<(), Failure> {
-    match account.admit(job.tokens()) {
+    match account.admit(job.wanted()) {
         Ok(reservation) => {
             job.reservation = Some(reservation);
             Ok(())
