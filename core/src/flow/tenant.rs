@@ -3,10 +3,16 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::ledger::{Ask, Balance, Held, Ledger, Limits, Refused};
+use super::window::Window;
 use crate::clock;
 use crate::config::Tenant;
+use crate::quantiles::Quantiles;
+
+/// How far back a tenant's usage goes.
+const USAGE_WINDOW_MS: u64 = 60_000;
 
 /// What one tenant has taken. Shared by its requests, the configuration in force, and the ticks.
 pub struct TenantAccount {
@@ -18,7 +24,23 @@ pub struct TenantAccount {
     weight: AtomicU64,
     queued: AtomicU32,
     inflight: AtomicU32,
+    lately: Mutex<Lately>,
     clock: fn() -> u64,
+}
+
+/// What its requests cost that ended in the last minute, and how long they waited.
+struct Lately {
+    cost: Window,
+    /// Made with the first request: most tenants of many have none.
+    waits: Option<Quantiles>,
+}
+
+/// What a tenant used in the last minute.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Usage {
+    /// In thousandths of a price.
+    pub cost: u64,
+    pub wait_p90_ms: Option<f64>,
 }
 
 /// What one open request holds of its tenant's limits.
@@ -53,6 +75,10 @@ impl TenantAccount {
             weight: AtomicU64::new(weight.to_bits()),
             queued: AtomicU32::new(0),
             inflight: AtomicU32::new(0),
+            lately: Mutex::new(Lately {
+                cost: Window::new(USAGE_WINDOW_MS),
+                waits: None,
+            }),
             clock,
         }
     }
@@ -114,6 +140,32 @@ impl TenantAccount {
     /// Requests that an engine has, or had when they are being tried on another one.
     pub fn inflight(&self) -> u32 {
         self.inflight.load(Ordering::Relaxed)
+    }
+
+    /// A request ended that waited for so long and cost so much.
+    pub fn used(&self, cost: u64, waited: Duration) {
+        let now = (self.clock)();
+        let mut lately = self.lately();
+        lately.cost.add(now, cost);
+        let waits = lately.waits.get_or_insert_default();
+        waits.record(waited.as_secs_f64() * 1e3, now);
+    }
+
+    pub fn usage(&self) -> Usage {
+        let now = (self.clock)();
+        let mut lately = self.lately();
+        let waits = lately.waits.as_ref();
+        let wait_p90_ms = waits
+            .and_then(|waits| waits.p50_p90(now))
+            .map(|(_, p90)| p90);
+        Usage {
+            cost: lately.cost.sum(now),
+            wait_p90_ms,
+        }
+    }
+
+    fn lately(&self) -> MutexGuard<'_, Lately> {
+        self.lately.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The clock is to be read with this held: read before, two requests could tell the ledger a time that goes back.
@@ -189,6 +241,19 @@ impl fmt::Debug for TenantAccount {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn usage_is_what_ended_in_the_last_minute() {
+        let account = account();
+        assert_eq!(account.usage(), Usage::default());
+        account.used(1_500, Duration::from_millis(20));
+        account.used(500, Duration::ZERO);
+        let expected = Usage {
+            cost: 2_000,
+            wait_p90_ms: Some(20.0),
+        };
+        assert_eq!(account.usage(), expected);
+    }
 
     /// Ten requests and 1,000 tokens a minute, in a minute that does not end.
     fn account() -> Arc<TenantAccount> {

@@ -355,6 +355,7 @@ fn prepare(
     band::classify(&mut job, &caller);
     if let Some(record) = record {
         record.set_model(pool.metrics.clone());
+        record.set_account(caller.account.clone());
         record.band = job.band.name.clone();
         record.stream = job.facts.stream;
     }

@@ -8,7 +8,7 @@ use llmgw_plugins::{
     BandQueue, BandSpec, Gate, Hook, PolicySet, PoolView, ReplicaView, RequestView, RoutingWeights,
 };
 
-use super::learned::{OutputLength, Quantiles, TokenRatio};
+use super::learned::{OutputLength, TokenRatio};
 use super::prefix::{PREFIX_INDEX_MAX_BLOCKS, PrefixIndex, PromptHashes, ReplicaSlot};
 use super::replica::{Admitted, KV_FRESH_MS, Readiness, Replica, Standing};
 use super::score::{self, Ask, Candidate};
@@ -17,6 +17,7 @@ use crate::flow::BandReport;
 use crate::flow::cost::{PRICE_SCALE, Prices};
 use crate::flow::queues::Queues;
 use crate::gateway::usage::Usage;
+use crate::quantiles::Quantiles;
 use crate::telemetry::metrics::ModelMetrics;
 use crate::{clock, random};
 

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use super::reload::Reloads;
 use crate::admin::status::{
     BandStatus, ConfigStatus, ListenerStatus, ModelStatus, ReplicaState, ReplicaStatus,
-    StatusReport,
+    StatusReport, TenantStatus,
 };
 use crate::admin::{Ready, Report};
 use crate::clock;
 use crate::flow::BandReport;
+use crate::flow::cost::PRICE_SCALE;
+use crate::gateway::auth::Tenants;
 use crate::gateway::state::Gateway;
 use crate::routing::pool::Pool;
 use crate::routing::replica::{Readiness, Replica, Standing};
@@ -55,7 +57,7 @@ pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) ->
                 .filter_map(|model| runtime.fleet.pool(&model.name))
                 .map(|pool| model_status(pool))
                 .collect(),
-            tenants: Vec::new(),
+            tenants: tenant_statuses(&runtime.tenants),
         }
     })
 }
@@ -85,6 +87,34 @@ fn model_status(pool: &Pool) -> ModelStatus {
         bands: pool.queues.band_reports().iter().map(band_status).collect(),
         replicas,
     }
+}
+
+/// Those that have requests, or had some in the last minute.
+fn tenant_statuses(tenants: &Tenants) -> Vec<TenantStatus> {
+    let mut rows: Vec<(u64, TenantStatus)> = tenants
+        .accounts()
+        .map(|account| {
+            let used = account.usage();
+            let status = TenantStatus {
+                name: account.name.to_string(),
+                weight: account.weight(),
+                queued: u64::from(account.queued()),
+                inflight: u64::from(account.inflight()),
+                cost_1m: used.cost as f64 / PRICE_SCALE,
+                share_1m: None,
+            };
+            (used.cost, status)
+        })
+        .filter(|(cost, row)| cost + row.queued + row.inflight > 0)
+        .collect();
+    let total: u64 = rows.iter().map(|(cost, _)| cost).sum();
+    rows.sort_by(|left, right| left.1.name.cmp(&right.1.name));
+    rows.into_iter()
+        .map(|(cost, row)| TenantStatus {
+            share_1m: (total > 0).then(|| cost as f64 / total as f64),
+            ..row
+        })
+        .collect()
 }
 
 fn band_status(band: &BandReport) -> BandStatus {

@@ -5,6 +5,11 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use llmgw_plugins::{Hook, PolicySet, TenantView, UsageView};
+
+use crate::flow::cost::PRICE_SCALE;
+use crate::flow::tenant::{TenantAccount, Usage};
+use crate::gateway::auth::Tenants;
 use crate::gateway::state::Gateway;
 
 /// The step of all ticks.
@@ -43,8 +48,11 @@ pub fn start(gateway: Arc<Gateway>) -> Ticks {
 
 fn tick(gateway: &Gateway, step: u64) {
     let set = gateway.policies.current();
-    let fleet = gateway.runtime.load().fleet.clone();
-    for pool in fleet.pools() {
+    let runtime = gateway.runtime.load_full();
+    if step.is_multiple_of(FAIRNESS_STEPS) {
+        weigh(&set, &runtime.tenants);
+    }
+    for pool in runtime.fleet.pools() {
         if step.is_multiple_of(ADMISSION_STEPS) {
             pool.tick_admission(&set);
         }
@@ -54,6 +62,43 @@ fn tick(gateway: &Gateway, step: u64) {
         if step.is_multiple_of(ROUTING_STEPS) {
             pool.tick_routing(&set);
         }
+    }
+}
+
+/// Asks for the weight of each tenant that has requests or had some lately.
+fn weigh(set: &PolicySet, tenants: &Tenants) {
+    if !set.defines(Hook::Weight) {
+        // A policy that had the hook may have left its own.
+        tenants
+            .accounts()
+            .for_each(|account| account.set_weight(account.configured_weight()));
+        return;
+    }
+    let accounts: Vec<(&Arc<TenantAccount>, Usage)> = tenants
+        .accounts()
+        .map(|account| (account, account.usage()))
+        .collect();
+    let total: u64 = accounts.iter().map(|(_, usage)| usage.cost).sum();
+    for (account, used) in accounts {
+        let (queued, inflight) = (u64::from(account.queued()), u64::from(account.inflight()));
+        if used.cost + queued + inflight == 0 {
+            continue;
+        }
+        let usage = UsageView {
+            cost_1m: used.cost as f64 / PRICE_SCALE,
+            share_1m: used.cost as f64 / total.max(1) as f64,
+            queued,
+            inflight,
+            wait_p90_ms: used.wait_p90_ms,
+        };
+        let view = TenantView {
+            name: &account.name,
+            weight: account.configured_weight(),
+            queued,
+            inflight,
+            ..TenantView::default()
+        };
+        account.set_weight(set.tenant_weight(&view, &usage));
     }
 }
 

@@ -23,6 +23,8 @@ use buffer::AccessLog;
 use log::LogFormat;
 use metrics::{Metrics, ModelMetrics};
 
+use crate::flow::tenant::TenantAccount;
+
 /// The access log and the metrics of one process. Shared by every request.
 pub struct Telemetry {
     /// Also read by the admin listener.
@@ -54,6 +56,7 @@ impl Telemetry {
         OpenRecord {
             telemetry: self.clone(),
             model: None,
+            account: None,
             started: Instant::now(),
             record,
             _at_work: self.at_work.token(),
@@ -71,6 +74,8 @@ impl Telemetry {
 pub struct OpenRecord {
     telemetry: Arc<Telemetry>,
     model: Option<Arc<ModelMetrics>>,
+    /// Whose it is, once that is known.
+    account: Option<Arc<TenantAccount>>,
     started: Instant,
     record: AccessRecord,
     /// Held for its Drop.
@@ -86,6 +91,11 @@ impl OpenRecord {
         model.inflight.inc();
         self.record.model = model.name.clone();
         self.model = Some(model);
+    }
+
+    /// Says whose request it is: from its end on it counts in what the tenant used lately, once it came to a queue.
+    pub fn set_account(&mut self, account: Arc<TenantAccount>) {
+        self.account = Some(account);
     }
 
     /// When the request arrived; the base of all durations in the record.
@@ -114,6 +124,12 @@ impl Drop for OpenRecord {
         // Nobody said how it ended, so it was dropped by the connection: the client is gone.
         if self.record.outcome == Outcome::Open {
             self.record.outcome = Outcome::ClientLeft;
+        }
+        // One that was refused before it came to a queue used nothing and waited for nothing.
+        if let Some(account) = &self.account
+            && (self.record.attempts > 0 || !self.record.queue.is_zero())
+        {
+            account.used(self.record.cost, self.record.queue);
         }
         match &self.model {
             Some(model) => {
