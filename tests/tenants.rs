@@ -180,13 +180,14 @@ fn fifty_at_once_pass_no_cap() {
 
 #[test]
 fn a_refused_request_uses_up_nothing_and_neither_does_one_that_leaves_the_queue() {
-    let engine = engine(Kind::Vllm, "{}");
+    let (wide, narrow) = (engine(Kind::Vllm, "{}"), engine(Kind::Vllm, "{}"));
     let limits = "max_concurrency: 2, requests_per_minute: 4";
-    let gateway = setup(&engine, &[tenant("t", limits)])
+    let gateway = setup(&wide, &[tenant("t", limits)])
         .model("one", "")
-        .endpoint("vllm", &engine.url(), "serves: fake, slots: 1")
+        .endpoint("vllm", &narrow.url(), "serves: fake, slots: 1")
         .start();
     gateway.ready("one", 1);
+    gateway.ready("fake", 1);
     let slow = [("x-fake", r#"{"token_ms":60000}"#)];
     let mut open = send(&gateway, "t", &slow, &chat_of("one", true));
     assert_eq!(open.head().status, 200);
@@ -427,49 +428,86 @@ fn an_engines_own_limits_pass_to_tenants_without_one_and_are_replaced_for_the_ot
     assert_eq!(bound.header("x-ratelimit-remaining-tokens"), None);
 }
 
+/// Refusals as an operator may want them.
+const REJECT: &str = r#"
+local M = { api = 1 }
+function M.bands(pool)
+  return { { name = "standard", priority = 1, max_queue = 1, ttl_ms = 60000 } }
+end
+function M.reject(request, why)
+  if why == "tenant_limit" then
+    return 503, 30000
+  elseif why == "no_replica" then
+    return 429, 10000
+  elseif why == "queue_full" then
+    return 503
+  end
+end
+return M
+"#;
+
 #[test]
-fn a_policy_may_answer_a_tenants_limit_with_another_status_and_wait() {
+fn a_policy_may_answer_a_refusal_with_another_status_and_wait() {
     let engine = engine(Kind::Vllm, "{}");
-    let policy = "local M = { api = 1 }\nfunction M.bands(pool)\n  return { { name = \"standard\", priority = 1 } }\nend\n\
-        function M.reject(request, why)\n  if why == \"tenant_limit\" and request.model == \"fake\" then\n    return 503, 30000\n  end\nend\nreturn M\n";
-    let gateway = setup(&engine, &[tenant("t", "max_concurrency: 1")])
+    let tenants = [tenant("t", ""), tenant("narrow", "max_concurrency: 1")];
+    let gateway = Setup::new()
+        .top("log: {format: json}")
+        .top(&format!("tenants:\n{}", tenants.join("\n")))
         .top("policies: policies")
-        .file("policies/admission.lua", policy)
+        .file("policies/admission.lua", REJECT)
         .model("away", "")
         .endpoint("vllm", "http://127.0.0.1:9", "")
+        .model("fake", "")
+        .endpoint("vllm", &engine.url(), "slots: 1")
         .start();
     gateway.ready("fake", 1);
-    let away = send(&gateway, "t", &[], &chat_of("away", false)).answer();
-    assert_eq!(
-        (away.status(), away.json()["error"]["code"].clone()),
-        (503, json!("no_replica"))
-    );
-    let mut open = send(
-        &gateway,
-        "t",
-        &[("x-fake", r#"{"token_ms":60000}"#)],
-        &chat_of("fake", true),
-    );
+    let slow = [("x-fake", r#"{"token_ms":60000}"#)];
+    let mut open = send(&gateway, "narrow", &slow, &chat_of("fake", true));
     assert_eq!(open.head().status, 200);
-    let refused = ask(&gateway, "t", "{}");
-    let error = assert_refused(&refused, 503, &["`max_concurrency`"]);
-    assert_eq!(error["type"], "server_error");
-    let retry = number(&refused, "retry-after");
-    assert!(
-        (24..=36).contains(&retry),
-        "30 s, moved by a fifth at most: {retry}"
-    );
-    drop(open);
+    let waits = send(&gateway, "t", &[], &chat_of("fake", false));
+    gateway.queued(1);
+    // Each wait is moved by a fifth at most.
+    for (key, model, code, status, kind, waits_s) in [
+        (
+            "narrow",
+            "fake",
+            "tenant_limit",
+            503,
+            "server_error",
+            24..=36,
+        ),
+        ("t", "away", "no_replica", 429, "rate_limit_error", 8..=12),
+        // The policy says no wait: the gateway works it out.
+        ("t", "fake", "queue_full", 503, "server_error", 1..=60),
+    ] {
+        let answer = send(&gateway, key, &[], &chat_of(model, false)).answer();
+        let error = &answer.json()["error"];
+        assert_eq!(
+            (answer.status(), &error["code"]),
+            (status, &json!(code)),
+            "{error}"
+        );
+        assert_eq!(error["type"], kind);
+        let retry = number(&answer, "retry-after");
+        assert!(waits_s.contains(&retry), "{code}: {retry}");
+    }
+    drop((open, waits));
     gateway.counters_are_zero();
-    let records = more::await_records(&gateway, 3);
-    let record = records
-        .iter()
-        .find(|record| record["code"] == "tenant_limit")
-        .unwrap();
-    assert_eq!(
-        (&record["status"], &record["outcome"]),
-        (&json!(503), &json!("refused"))
-    );
+    let records = more::await_records(&gateway, 5);
+    let record = |code: &str| {
+        records
+            .iter()
+            .find(|record| record["code"] == code)
+            .unwrap()
+    };
+    let shown = |code: &str| {
+        (
+            record(code)["status"].clone(),
+            record(code)["outcome"].clone(),
+        )
+    };
+    assert_eq!(shown("tenant_limit"), (json!(503), json!("refused")));
+    assert_eq!(shown("no_replica"), (json!(429), json!("refused")));
 }
 
 #[test]
