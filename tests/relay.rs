@@ -294,9 +294,13 @@ fn four_hundred_streams_run_side_by_side() {
     let (_, hard) =
         nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap();
     nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard).unwrap();
-    let engine = start(Options::new(Kind::Vllm)).unwrap();
+    let engine = start(Options {
+        slots: 1_024,
+        ..Options::new(Kind::Vllm)
+    })
+    .unwrap();
     let setup = Setup::new().model("fake", "");
-    let gateway = setup.endpoint("vllm", &engine.url(), "slots: 400").start();
+    let gateway = setup.endpoint("vllm", &engine.url(), "slots: 1024").start();
     gateway.ready("fake", 1);
     let mut clients: Vec<Client> = (0..STREAMS)
         .map(|_| {

@@ -376,10 +376,11 @@ fn the_retry_budget_keeps_an_outage_from_multiplying_the_load() {
 #[test]
 fn four_hundred_streams_at_once_go_through_and_none_waits_for_another() {
     let executable = beside_this_test().unwrap();
-    let arguments = ["--kind", "vllm", "--tokens", "2"];
+    // An engine that is full of them is sent no more.
+    let arguments = ["--kind", "vllm", "--tokens", "2", "--slots", "1024"];
     let engine = Process::spawn(&executable, arguments).unwrap();
     let setup = Setup::new().model("fake", "");
-    let gateway = setup.endpoint("vllm", &engine.url(), "slots: 512").start();
+    let gateway = setup.endpoint("vllm", &engine.url(), "slots: 1024").start();
     gateway.ready("fake", 1);
     let slow = r#"{"token_ms":60000}"#;
     let streams: Vec<_> = (0..400)

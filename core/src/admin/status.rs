@@ -98,9 +98,9 @@ pub struct ReplicaStatus {
     pub reason: String,
     /// The name under which the engine lists the model.
     pub served_name: Option<String>,
-    /// Requests that this gateway has there now.
+    /// Requests that this gateway has there now, those of other models included.
     pub inflight: u64,
-    /// Requests that wait in this gateway for a slot there.
+    /// Requests of this model that wait in this gateway for their turn there.
     pub queued: u64,
     /// Requests that may be there at once.
     pub slots: Option<u64>,

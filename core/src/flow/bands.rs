@@ -12,7 +12,7 @@ use super::turns::{LaneId, Standing};
 use super::window::Window;
 
 /// A band's share of service is measured over this time.
-const SHARE_WINDOW_MS: u64 = 10_000;
+pub(super) const SHARE_WINDOW_MS: u64 = 10_000;
 /// Arrivals and refusals are counted over this time.
 const COUNT_WINDOW_MS: u64 = 10_000;
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use llmgw_plugins::{BandSpec, Gate};
 
-use super::bands::{BandReport, Bands};
+use super::bands::{BandReport, Bands, SHARE_WINDOW_MS};
 use super::lane::{Lane, LaneFacts, RATE_WINDOW_MS};
 use super::rotation::{Member, Meters, Ticket};
 use super::slots::Slots;
@@ -409,7 +409,11 @@ impl Dispatcher {
         }
         match cost.checked_sub(grant.expected) {
             Some(more) => band.served.add(now_ms, more),
-            None => band.served.take_back(now_ms, grant.expected - cost),
+            // What was expected long ago counts no more, so it is not taken from what was served since.
+            None if now_ms.saturating_sub(grant.granted_ms) < SHARE_WINDOW_MS => {
+                band.served.take_back(now_ms, grant.expected - cost);
+            }
+            None => {}
         }
         band.rotation.ended(grant.member);
         if cost > 0 {

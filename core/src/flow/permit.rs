@@ -52,10 +52,8 @@ impl Permit {
     pub fn first_byte(&mut self) {
         if let Some(grant) = &mut self.grant
             && grant.first_byte()
-            && self.queues.queued() > 0
         {
-            let slots = grant.slots.clone();
-            self.queues.read(&slots);
+            self.queues.read(&grant.slots);
         }
     }
 

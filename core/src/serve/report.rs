@@ -73,10 +73,18 @@ pub fn readiness(gateway: Arc<Gateway>) -> Ready {
 }
 
 fn model_status(pool: &Pool) -> ModelStatus {
+    let lanes = pool.queues.lane_reports();
+    let queued = |replica: &Replica| {
+        let lane = lanes.iter().find(|lane| lane.name == replica.id);
+        lane.map_or(0, |lane| u64::from(lane.queued))
+    };
     let replicas: Vec<ReplicaStatus> = pool
         .replicas
         .iter()
-        .map(|replica| replica_status(replica))
+        .map(|replica| ReplicaStatus {
+            queued: queued(replica),
+            ..replica_status(replica)
+        })
         .collect();
     ModelStatus {
         name: pool.model.name.to_string(),
@@ -160,7 +168,6 @@ fn replica_status(replica: &Replica) -> ReplicaStatus {
         reason,
         served_name,
         inflight: u64::from(replica.slots.inflight()),
-        queued: u64::from(replica.slots.queued()),
         slots: replica.slots.limit().map(u64::from),
         running: numbers.load.running,
         waiting: numbers.load.waiting,
@@ -169,5 +176,6 @@ fn replica_status(replica: &Replica) -> ReplicaStatus {
         breaker: numbers.breaker.to_string(),
         errors_1m: u64::from(numbers.errors_1m),
         ms_per_prefill_token: Some(numbers.ms_per_prefill_token),
+        ..ReplicaStatus::default()
     }
 }
