@@ -1,4 +1,5 @@
-//! `cargo bench -p llmgw-plugins`: the hooks that have a target, called as the gateway calls them, as a table.
+//! `cargo bench -p llmgw-plugins`: the hooks that have a target, called as the gateway calls them, as a table. A word after `--`
+//! chooses rows.
 //!
 //! No framework: the median of some batches is what a target of "at most" can be held against, and one dependency less.
 
@@ -44,25 +45,30 @@ fn main() {
     edit(&dir.0, "placement.lua", "pack = 40,", "pack = 41,");
     let policies = open(Some(&dir.0));
     let lua = policies.current();
-    let rows = [
-        ("admission.classify, Lua", 0.5e3, classify(&lua)),
-        ("admission.classify, native", f64::NAN, classify(&native)),
-        ("routing.rank, 8 replicas, Lua", 3e3, rank(&lua)),
-        (
-            "placement.score, 1,000 nodes x 8 GPUs, Lua",
-            10e6,
-            score(&lua),
-        ),
+    let rows: [(&str, f64, &dyn Fn() -> f64); 6] = [
+        ("admission.classify, Lua", 0.5e3, &|| classify(&lua)),
+        ("admission.classify, native", f64::NAN, &|| {
+            classify(&native)
+        }),
+        ("routing.rank, 8 replicas, Lua", 3e3, &|| rank(&lua)),
+        ("placement.score, 1,000 nodes x 8 GPUs, Lua", 10e6, &|| {
+            score(&lua)
+        }),
         (
             "placement.score, 1,000 nodes x 8 GPUs, native",
             f64::NAN,
-            score(&native),
+            &|| score(&native),
         ),
-        ("staging of the default set", 50e6, stage(&policies, &dir.0)),
+        ("staging of the default set", 50e6, &|| {
+            stage(&policies, &dir.0)
+        }),
     ];
     println!("{:<48} {:>12} {:>12}", "", "median", "at most");
+    let only = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
+    let wanted = |what: &str| only.as_deref().is_none_or(|only| what.contains(only));
     let mut over = 0;
-    for (what, most, ns) in rows {
+    for (what, most, measure) in rows.into_iter().filter(|(what, ..)| wanted(what)) {
+        let ns = measure();
         let (target, verdict) = match most.is_nan() {
             true => (String::new(), ""),
             false if ns <= most => (time(most), ""),

@@ -14,7 +14,7 @@ use crate::hooks::weights::RoutingWeights;
 use crate::hooks::{Band, BandSpec, ErrorClass, Gate, Hook, Prices, Ranked, Refusal};
 use crate::set::{Memory, PolicySet};
 use crate::vm::budget::{Limit, TICK_MAX};
-use crate::vm::sandbox::fault;
+use crate::vm::crossing::Arg;
 use crate::vm::{Vm, with_vm};
 
 /// Candidates that `routing.rank` gets at most; the native scorer chooses which.
@@ -373,18 +373,18 @@ pub(crate) fn classify(
     tenant: &TenantView<'_>,
     bands: &[BandSpec],
 ) -> Result<Clamped<(usize, Option<u64>)>, Fault> {
-    let values = vm.call(
+    let answers = vm.ask(
         Hook::Classify,
         Limit::Count,
         request.seed,
-        |inputs, sandbox| {
-            Ok((
-                inputs.request.table(sandbox, request)?,
-                inputs.tenant.table(sandbox, tenant)?,
-            ))
+        |inputs, into| {
+            Ok([
+                inputs.request.arg(into, request)?,
+                inputs.tenant.arg(into, tenant)?,
+            ])
         },
     )?;
-    returns::classify(&values, bands)
+    returns::classify(&answers, bands)
 }
 
 pub(crate) fn rank(
@@ -392,14 +392,14 @@ pub(crate) fn rank(
     request: &RequestView<'_>,
     replicas: &[ReplicaView<'_>],
 ) -> Result<Option<Ranked>, Fault> {
-    let values = vm.call(Hook::Rank, Limit::Count, request.seed, |inputs, sandbox| {
-        Ok((
-            inputs.request.table(sandbox, request)?,
-            inputs.replicas(sandbox, replicas)?,
-            replicas.len(),
-        ))
+    let answers = vm.ask(Hook::Rank, Limit::Count, request.seed, |inputs, into| {
+        Ok([
+            inputs.request.arg(into, request)?,
+            inputs.replicas(into, replicas)?,
+            Arg::Number(replicas.len() as f64),
+        ])
     })?;
-    returns::rank(&values, replicas.len())
+    returns::rank(&answers, replicas.len())
 }
 
 pub(crate) fn reject(
@@ -407,13 +407,10 @@ pub(crate) fn reject(
     request: &RequestView<'_>,
     why: &str,
 ) -> Result<Option<Clamped<Refusal>>, Fault> {
-    let values = vm.call(
-        Hook::Reject,
-        Limit::Count,
-        request.seed,
-        |inputs, sandbox| Ok((inputs.request.table(sandbox, request)?, why)),
-    )?;
-    returns::reject(&values)
+    let answers = vm.ask(Hook::Reject, Limit::Count, request.seed, |inputs, into| {
+        Ok([inputs.request.arg(into, request)?, Arg::Text(why)])
+    })?;
+    returns::reject(&answers)
 }
 
 pub(crate) fn key(
@@ -421,13 +418,13 @@ pub(crate) fn key(
     request: &RequestView<'_>,
     tenant: &TenantView<'_>,
 ) -> Result<Option<String>, Fault> {
-    let values = vm.call(Hook::Key, Limit::Count, request.seed, |inputs, sandbox| {
-        Ok((
-            inputs.request.table(sandbox, request)?,
-            inputs.tenant.table(sandbox, tenant)?,
-        ))
+    let [key, ..] = vm.ask(Hook::Key, Limit::Count, request.seed, |inputs, into| {
+        Ok([
+            inputs.request.arg(into, request)?,
+            inputs.tenant.arg(into, tenant)?,
+        ])
     })?;
-    returns::key(values.front().unwrap_or(&Value::Nil))
+    returns::key(&key)
 }
 
 pub(crate) fn classify_error(
@@ -440,12 +437,7 @@ pub(crate) fn classify_error(
         engine,
         Hook::EngineClassifyError,
         Limit::Count,
-        |_, sandbox| {
-            Ok((
-                status,
-                sandbox.lua.create_string(body).map_err(|e| fault(&e))?,
-            ))
-        },
+        |_, into| Ok((status, into.sandbox.lua.create_string(body)?)),
     )?;
     returns::error_class(&value)
 }
@@ -457,9 +449,9 @@ pub(crate) fn map_metrics(
     previous: Option<&Load>,
     dt_ms: f64,
 ) -> Result<Clamped<Load>, Fault> {
-    let value = vm.call_engine(engine, Hook::EngineMap, Limit::Count, |_, sandbox| {
-        let (samples, previous) = crate::engine::series::tables(&sandbox.lua, samples, previous)
-            .map_err(|e| fault(&e))?;
+    let value = vm.call_engine(engine, Hook::EngineMap, Limit::Count, |_, into| {
+        let (samples, previous) =
+            crate::engine::series::tables(&into.sandbox.lua, samples, previous)?;
         Ok((samples, previous, dt_ms))
     })?;
     returns::load(&value)
@@ -467,15 +459,15 @@ pub(crate) fn map_metrics(
 
 pub(crate) fn pool_call(vm: &mut Vm, hook: Hook, pool: &PoolView<'_>) -> Result<Value, Fault> {
     let seed = pool.now_ms.to_bits();
-    let mut values = vm.call(hook, Limit::Clock(TICK_MAX), seed, |inputs, sandbox| {
-        inputs.pool.table(sandbox, pool)
-    })?;
-    Ok(values.pop_front().unwrap_or(Value::Nil))
+    vm.call(hook, Limit::Clock(TICK_MAX), seed, |inputs, into| {
+        Ok([inputs.pool.arg(into, pool)?])
+    })
 }
 
 pub(crate) fn prices(vm: &mut Vm, model: &str) -> Result<Value, Fault> {
-    let mut values = vm.call(Hook::Prices, Limit::Clock(TICK_MAX), 0, |_, _| Ok(model))?;
-    Ok(values.pop_front().unwrap_or(Value::Nil))
+    vm.call(Hook::Prices, Limit::Clock(TICK_MAX), 0, |_, _| {
+        Ok([Arg::Text(model)])
+    })
 }
 
 pub(crate) fn weight(
@@ -483,11 +475,11 @@ pub(crate) fn weight(
     tenant: &TenantView<'_>,
     usage: &UsageView,
 ) -> Result<Clamped<f64>, Fault> {
-    let values = vm.call(Hook::Weight, Limit::Count, 0, |inputs, sandbox| {
-        Ok((
-            inputs.tenant.table(sandbox, tenant)?,
-            inputs.usage.table(sandbox, usage)?,
-        ))
+    let [weight, ..] = vm.ask(Hook::Weight, Limit::Count, 0, |inputs, into| {
+        Ok([
+            inputs.tenant.arg(into, tenant)?,
+            inputs.usage.arg(into, usage)?,
+        ])
     })?;
-    returns::weight(values.front().unwrap_or(&Value::Nil))
+    returns::weight(&weight)
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::engine::EnginePlugin;
 use crate::error::{ErrorKind, Fault, did_you_mean};
 use crate::hooks::Hook;
-use crate::hooks::views::{Field, FieldDoc, IntoField, LuaType, View, view};
+use crate::hooks::views::{FieldDoc, IntoField, LuaType, View, view};
 use crate::set::PolicySet;
 use crate::test::inputs::{Given, Overlay};
 use crate::vm::Vm;
@@ -201,7 +201,7 @@ pub(crate) fn serves_http(vm: &mut Vm, engine: &str, shard: &ShardView<'_>) -> R
         engine,
         Hook::EngineServesHttp,
         Limit::Clock(ENGINE_MAX),
-        |inputs, sandbox| inputs.shard.table(sandbox, shard),
+        |inputs, into| inputs.shard.table(into, shard),
     )?;
     match value {
         Value::Boolean(serves) => Ok(serves),
@@ -219,10 +219,10 @@ pub(crate) fn validate(
         engine,
         Hook::EngineValidate,
         Limit::Clock(ENGINE_MAX),
-        |inputs, sandbox| {
+        |inputs, into| {
             Ok((
-                inputs.profile.table(sandbox, profile)?,
-                inputs.model.table(sandbox, model)?,
+                inputs.profile.table(into, profile)?,
+                inputs.model.table(into, model)?,
             ))
         },
     )?;
@@ -242,7 +242,7 @@ pub(crate) fn commands(
         &plugin.name,
         Hook::EngineCommands,
         Limit::Clock(ENGINE_MAX),
-        |inputs, sandbox| inputs.shard.table(sandbox, shard),
+        |inputs, into| inputs.shard.table(into, shard),
     )?;
     let Value::Table(list) = &value else {
         return Err(wrong("what commands returned", &value, "a list"));

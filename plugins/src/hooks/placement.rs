@@ -4,17 +4,18 @@
 
 use std::time::{Duration, Instant};
 
-use mlua::{MultiValue, Value};
+use mlua::Value;
 use serde::Serialize;
 
 use crate::error::{ErrorKind, Fault};
 use crate::hooks::Hook;
 use crate::hooks::returns::{self, Clamped};
-use crate::hooks::views::{Domain, Field, FieldDoc, IntoField, LuaType, View, view};
+use crate::hooks::views::{Domain, FieldDoc, IntoField, LuaType, View, view};
 use crate::set::PolicySet;
 use crate::test::inputs::{Given, Overlay};
 use crate::vm::Vm;
 use crate::vm::budget::{DECISION_MAX, Limit};
+use crate::vm::crossing::Answer;
 
 view! {
     /// One replica that needs a place.
@@ -266,27 +267,17 @@ pub(crate) fn filter(
     job: &JobView<'_>,
     node: &NodeView<'_>,
 ) -> Result<Verdict, Fault> {
-    let values = vm.call(Hook::PlacementFilter, limit, 0, |inputs, sandbox| {
-        Ok((
-            inputs.job.table(sandbox, job)?,
-            inputs.node.table(sandbox, node)?,
-        ))
+    let answers = vm.ask(Hook::PlacementFilter, limit, 0, |inputs, into| {
+        Ok([inputs.job.arg(into, job)?, inputs.node.arg(into, node)?])
     })?;
-    verdict(&values)
+    verdict(&answers)
 }
 
-fn verdict(values: &MultiValue) -> Result<Verdict, Fault> {
-    match values.front() {
-        Some(Value::Boolean(true)) => Ok(Verdict::Fit),
-        Some(Value::Boolean(false)) => {
-            let text = |at: usize| match values.get(at) {
-                Some(Value::String(text)) => Some(crate::vm::sandbox::cut(
-                    &text.to_string_lossy(),
-                    TEXT_MAX_BYTES,
-                )),
-                _ => None,
-            };
-            let code = text(1).ok_or_else(|| {
+fn verdict([fits, code, text]: &[Answer<'_>; 3]) -> Result<Verdict, Fault> {
+    match fits {
+        Answer::Flag(true) => Ok(Verdict::Fit),
+        Answer::Flag(false) => {
+            let code = code.text(TEXT_MAX_BYTES).ok_or_else(|| {
                 Fault::new(ErrorKind::Nil, "filter returned false without a code")
             })?;
             let is_code = (1..=32).contains(&code.len())
@@ -298,19 +289,21 @@ fn verdict(values: &MultiValue) -> Result<Verdict, Fault> {
                 ));
             }
             Ok(Verdict::Unfit {
-                text: text(2).unwrap_or_else(|| code.replace('_', " ")),
+                text: text
+                    .text(TEXT_MAX_BYTES)
+                    .unwrap_or_else(|| code.replace('_', " ")),
                 code,
             })
         }
-        None | Some(Value::Nil) => Err(Fault::new(
+        Answer::Nil => Err(Fault::new(
             ErrorKind::Nil,
             "filter returned nil, true or false is needed",
         )),
-        Some(other) => Err(Fault::new(
+        other => Err(Fault::new(
             ErrorKind::Error,
             format!(
                 "filter returned a {}, true or false is needed",
-                crate::vm::sandbox::type_name(other)
+                other.type_name()
             ),
         )),
     }
@@ -322,13 +315,13 @@ pub(crate) fn score(
     job: &JobView<'_>,
     candidate: &CandidateView<'_>,
 ) -> Result<Clamped<Score>, Fault> {
-    let values = vm.call(Hook::PlacementScore, limit, 0, |inputs, sandbox| {
-        Ok((
-            inputs.job.table(sandbox, job)?,
-            inputs.candidate.table(sandbox, candidate)?,
-        ))
+    let value = vm.call(Hook::PlacementScore, limit, 0, |inputs, into| {
+        Ok([
+            inputs.job.arg(into, job)?,
+            inputs.candidate.arg(into, candidate)?,
+        ])
     })?;
-    parts(values.front().unwrap_or(&Value::Nil))
+    parts(&value)
 }
 
 fn parts(value: &Value) -> Result<Clamped<Score>, Fault> {

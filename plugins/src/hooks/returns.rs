@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use mlua::{MultiValue, Table, Value};
+use mlua::{Table, Value};
 
 use crate::error::{ErrorKind, Fault, did_you_mean};
 use crate::hooks::weights::{KNOBS, RoutingWeights};
 use crate::hooks::{BandSpec, ErrorClass, Gate, Prices, Ranked, Refusal};
+use crate::vm::crossing::Answer;
 use crate::vm::sandbox::cut;
 
 /// Bands at most.
@@ -21,33 +22,52 @@ const NAME_MAX_BYTES: usize = 64;
 /// A value and the range faults that were clamped away on the way to it.
 pub(crate) type Clamped<T> = (T, Vec<Fault>);
 
-/// Reads numbers out of a returned value.
+/// Reads numbers out of a returned table.
 pub(crate) fn number(value: &Value, what: &str) -> Result<f64, Fault> {
-    let number = match value {
-        Value::Integer(n) => *n as f64,
-        Value::Number(n) => *n,
-        Value::Nil => {
-            return Err(Fault::new(
-                ErrorKind::Nil,
-                format!("{what} is nil, a number is needed"),
-            ));
-        }
-        other => return Err(wrong_type(what, other, "a number")),
-    };
-    if number.is_nan() {
-        return Err(Fault::new(ErrorKind::Nan, format!("{what} is NaN")));
+    match value {
+        Value::Integer(n) => Ok(*n as f64),
+        Value::Number(n) => number_answer(&Answer::Number(*n), what),
+        Value::Nil => number_answer(&Answer::Nil, what),
+        other => Err(wrong_type(what, other, "a number")),
     }
-    Ok(number)
 }
 
-/// A number, brought into its range. A zero is never negative.
+/// The same for a value that was returned as it is.
+fn number_answer(answer: &Answer<'_>, what: &str) -> Result<f64, Fault> {
+    match answer {
+        Answer::Number(number) if number.is_nan() => {
+            Err(Fault::new(ErrorKind::Nan, format!("{what} is NaN")))
+        }
+        Answer::Number(number) => Ok(*number),
+        Answer::Nil => Err(Fault::new(
+            ErrorKind::Nil,
+            format!("{what} is nil, a number is needed"),
+        )),
+        other => Err(wrong_answer(what, other, "a number")),
+    }
+}
+
+/// A number of a returned table, brought into its range. A zero is never negative.
 pub(crate) fn clamped(
     value: &Value,
     what: &str,
     range: (f64, f64),
     faults: &mut Vec<Fault>,
 ) -> Result<f64, Fault> {
-    let number = number(value, what)?;
+    number(value, what).map(|number| clamp(number, what, range, faults))
+}
+
+/// The same for a value that was returned as it is.
+fn within(
+    answer: &Answer<'_>,
+    what: &str,
+    range: (f64, f64),
+    faults: &mut Vec<Fault>,
+) -> Result<f64, Fault> {
+    number_answer(answer, what).map(|number| clamp(number, what, range, faults))
+}
+
+fn clamp(number: f64, what: &str, range: (f64, f64), faults: &mut Vec<Fault>) -> f64 {
     let inside = number.clamp(range.0, range.1) + 0.0;
     if inside != number {
         let message = format!(
@@ -56,16 +76,21 @@ pub(crate) fn clamped(
         );
         faults.push(Fault::new(ErrorKind::Range, message));
     }
-    Ok(inside)
+    inside
 }
 
 fn wrong_type(what: &str, value: &Value, wanted: &str) -> Fault {
+    of_type(what, crate::vm::sandbox::type_name(value), wanted)
+}
+
+fn wrong_answer(what: &str, answer: &Answer<'_>, wanted: &str) -> Fault {
+    of_type(what, answer.type_name(), wanted)
+}
+
+fn of_type(what: &str, name: &str, wanted: &str) -> Fault {
     Fault::new(
         ErrorKind::Error,
-        format!(
-            "{what} is a {}, {wanted} is needed",
-            crate::vm::sandbox::type_name(value)
-        ),
+        format!("{what} is a {name}, {wanted} is needed"),
     )
 }
 
@@ -264,63 +289,68 @@ pub(crate) fn prices(value: &Value) -> Result<Clamped<Prices>, Fault> {
 }
 
 /// `fairness.weight`.
-pub(crate) fn weight(value: &Value) -> Result<Clamped<f64>, Fault> {
+pub(crate) fn weight(answer: &Answer<'_>) -> Result<Clamped<f64>, Fault> {
     let mut faults = Vec::new();
-    let weight = clamped(value, "weight", (0.01, 100.0), &mut faults)?;
+    let weight = within(answer, "weight", (0.01, 100.0), &mut faults)?;
     Ok((weight, faults))
 }
 
 /// `fairness.key`: nil leaves the tenant whole.
-pub(crate) fn key(value: &Value) -> Result<Option<String>, Fault> {
-    match value {
-        Value::Nil => Ok(None),
-        Value::String(key) if key.as_bytes().len() <= NAME_MAX_BYTES => {
-            Ok(Some(key.to_string_lossy()))
+pub(crate) fn key(answer: &Answer<'_>) -> Result<Option<String>, Fault> {
+    match answer {
+        Answer::Nil => Ok(None),
+        Answer::Text { beginning, bytes } if *bytes <= NAME_MAX_BYTES => {
+            Ok(Some(String::from_utf8_lossy(beginning).into_owned()))
         }
-        Value::String(_) => Err(Fault::new(
+        Answer::Text { .. } => Err(Fault::new(
             ErrorKind::Range,
             format!("key is longer than {NAME_MAX_BYTES} bytes"),
         )),
-        other => Err(wrong_type("key", other, "a string")),
+        other => Err(wrong_answer("key", other, "a string")),
     }
 }
 
 /// `admission.classify`: a position in `bands`, and a time to wait.
 pub(crate) fn classify(
-    values: &MultiValue,
+    [name, ttl_ms, _]: &[Answer<'_>; 3],
     bands: &[BandSpec],
 ) -> Result<Clamped<(usize, Option<u64>)>, Fault> {
-    let name = match values.front() {
-        Some(Value::String(name)) => name,
-        None | Some(Value::Nil) => {
+    let known = match name {
+        // A name of a band is shorter than what is read of a text.
+        Answer::Text { beginning, .. } => bands
+            .iter()
+            .position(|band| band.name.as_bytes() == *beginning),
+        Answer::Nil => {
             return Err(Fault::new(
                 ErrorKind::Nil,
                 "classify returned nil, a band is needed",
             ));
         }
-        Some(other) => return Err(wrong_type("what classify returned", other, "a band's name")),
+        other => {
+            let wanted = "a band's name";
+            return Err(wrong_answer("what classify returned", other, wanted));
+        }
     };
-    let position = bands
-        .iter()
-        .position(|band| band.name.as_bytes() == &name.as_bytes()[..])
-        .ok_or_else(|| {
-            let name = cut(&name.to_string_lossy(), NAME_MAX_BYTES);
-            let hint = did_you_mean(&name, bands.iter().map(|band| &*band.name));
-            Fault::new(ErrorKind::Unknown, format!("unknown band '{name}'{hint}"))
-        })?;
+    let position = known.ok_or_else(|| {
+        let name = name.text(NAME_MAX_BYTES).unwrap_or_default();
+        let hint = did_you_mean(&name, bands.iter().map(|band| &*band.name));
+        Fault::new(ErrorKind::Unknown, format!("unknown band '{name}'{hint}"))
+    })?;
     let mut faults = Vec::new();
-    let ttl_ms = match values.get(1) {
-        None | Some(Value::Nil) => None,
-        Some(value) => Some(clamped(value, "ttl_ms", (1.0, TTL_MAX_MS), &mut faults)? as u64),
+    let ttl_ms = match ttl_ms {
+        Answer::Nil => None,
+        answer => Some(within(answer, "ttl_ms", (1.0, TTL_MAX_MS), &mut faults)? as u64),
     };
     Ok(((position, ttl_ms), faults))
 }
 
 /// `admission.reject`: nil is the native answer.
-pub(crate) fn reject(values: &MultiValue) -> Result<Option<Clamped<Refusal>>, Fault> {
-    let status = match values.front() {
-        None | Some(Value::Nil) => return Ok(None),
-        Some(value) => number(value, "status")?,
+pub(crate) fn reject(
+    [status, wait_ms, _]: &[Answer<'_>; 3],
+) -> Result<Option<Clamped<Refusal>>, Fault> {
+    let status = match status {
+        Answer::Nil => return Ok(None),
+        answer => number_answer(answer, "status")?,
     };
     if status != 429.0 && status != 503.0 {
         return Err(Fault::new(
@@ -329,9 +359,9 @@ pub(crate) fn reject(values: &MultiValue) -> Result<Option<Clamped<Refusal>>, Fa
         ));
     }
     let mut faults = Vec::new();
-    let wait_ms = match values.get(1) {
-        None | Some(Value::Nil) => None,
-        Some(value) => Some(clamped(value, "wait_ms", (1000.0, 60_000.0), &mut faults)? as u64),
+    let wait_ms = match wait_ms {
+        Answer::Nil => None,
+        answer => Some(within(answer, "wait_ms", (1000.0, 60_000.0), &mut faults)? as u64),
     };
     Ok(Some((
         Refusal {
@@ -343,10 +373,13 @@ pub(crate) fn reject(values: &MultiValue) -> Result<Option<Clamped<Refusal>>, Fa
 }
 
 /// `routing.rank`: nil is the native choice.
-pub(crate) fn rank(values: &MultiValue, candidates: usize) -> Result<Option<Ranked>, Fault> {
-    let index = match values.front() {
-        None | Some(Value::Nil) => return Ok(None),
-        Some(value) => number(value, "index")?,
+pub(crate) fn rank(
+    [index, reason, _]: &[Answer<'_>; 3],
+    candidates: usize,
+) -> Result<Option<Ranked>, Fault> {
+    let index = match index {
+        Answer::Nil => return Ok(None),
+        answer => number_answer(answer, "index")?,
     };
     if index.fract() != 0.0 || index < 1.0 || index > candidates as f64 {
         return Err(Fault::new(
@@ -354,13 +387,9 @@ pub(crate) fn rank(values: &MultiValue, candidates: usize) -> Result<Option<Rank
             format!("index is {index}, 1 to {candidates} are possible"),
         ));
     }
-    let reason = match values.get(1) {
-        Some(Value::String(reason)) => Some(cut(&reason.to_string_lossy(), NAME_MAX_BYTES)),
-        _ => None,
-    };
     Ok(Some(Ranked {
         index: index as usize - 1,
-        reason,
+        reason: reason.text(NAME_MAX_BYTES),
     }))
 }
 

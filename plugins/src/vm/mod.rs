@@ -1,6 +1,7 @@
 //! One thread's VM for one policy set: its functions, found once, and its input rows, kept.
 
 pub(crate) mod budget;
+pub(crate) mod crossing;
 mod rows;
 pub(crate) mod sandbox;
 
@@ -8,12 +9,13 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use mlua::{Function, IntoLuaMulti, MultiValue, Table, Value};
+use mlua::{Function, IntoLuaMulti, Table, Value};
 
 use crate::error::{ErrorKind, Fault};
 use crate::hooks::Hook;
 use crate::hooks::views::{ReplicaView, View};
 use crate::vm::budget::{LOAD_MAX, Limit};
+use crate::vm::crossing::{Answer, Arg, Changes, FunctionAt, Page};
 use crate::vm::rows::{ReplicaRows, Row, Shape};
 use crate::vm::sandbox::{LineHits, Program, Sandbox, fault, freeze};
 
@@ -112,7 +114,7 @@ pub(crate) fn with_vm<R>(
         let result = work(vm);
         let out_of_memory = matches!(&result, Err(fault) if fault.kind == ErrorKind::Memory)
             && vm.injected == Injected(0);
-        if out_of_memory || vm.sandbox.is_bloated() {
+        if out_of_memory || vm.spoiled || vm.sandbox.is_bloated() {
             keep_lines_run(set, vm);
             vms.pop();
         }
@@ -126,14 +128,20 @@ pub(crate) struct Vm {
     /// What the files returned, by key.
     modules: HashMap<String, Table>,
     /// Functions of the policy files, by hook.
-    functions: [Option<Function>; Hook::ALL.len()],
+    functions: [Option<FunctionAt>; Hook::ALL.len()],
     /// Functions of engine plugins, by engine and hook.
     engine_functions: HashMap<(String, Hook), Function>,
     inputs: Inputs,
+    /// What the next call has to write into the inputs.
+    changes: Changes,
+    /// What the last call returned.
+    page: Page,
     /// Set while calls are measured, which costs time: what the last one took.
     measured: Option<Cost>,
     /// What a test put in the place of hooks.
     injected: Injected,
+    /// Inputs could not be written, and hold nobody knows what.
+    spoiled: bool,
 }
 
 /// What one call took.
@@ -163,22 +171,41 @@ pub(crate) struct Inputs {
 #[derive(Default)]
 pub(crate) struct Input(Option<(Shape, Row)>);
 
+/// Where inputs go: the VM, and what its next call has to write.
+pub(crate) struct Into<'c> {
+    pub(crate) sandbox: &'c Sandbox,
+    changes: &'c mut Changes,
+}
+
 impl Input {
-    /// The input's table, up to date.
-    pub(crate) fn table<V: View>(&mut self, sandbox: &Sandbox, view: &V) -> Result<Table, Fault> {
-        self.refresh(sandbox, view).map_err(|e| fault(&e))
+    /// The input as an argument of the next call, which brings it up to date.
+    pub(crate) fn arg<V: View>(
+        &mut self,
+        into: &mut Into<'_>,
+        view: &V,
+    ) -> mlua::Result<Arg<'static>> {
+        let row = self.refresh(into, view)?;
+        Ok(Arg::Row(row.at()))
     }
 
-    fn refresh<V: View>(&mut self, sandbox: &Sandbox, view: &V) -> mlua::Result<Table> {
-        if self.0.is_none() {
-            let shape = Shape::of::<V>(sandbox)?;
-            let row = shape.row(&sandbox.lua)?;
-            self.0 = Some((shape, row));
-        }
-        match &mut self.0 {
-            Some((shape, row)) => row.refresh(&sandbox.lua, shape, view).cloned(),
-            None => sandbox.lua.create_table(),
-        }
+    /// The input's table, up to date at once.
+    pub(crate) fn table<V: View>(&mut self, into: &mut Into<'_>, view: &V) -> mlua::Result<Table> {
+        let table = self.refresh(into, view)?.table();
+        into.sandbox.crossing.write(into.changes)?;
+        Ok(table)
+    }
+
+    fn refresh<V: View>(&mut self, into: &mut Into<'_>, view: &V) -> mlua::Result<&Row> {
+        let (shape, row) = match &mut self.0 {
+            Some(made) => made,
+            none => {
+                let shape = Shape::of::<V>(into.sandbox)?;
+                let row = shape.row(into.sandbox)?;
+                none.insert((shape, row))
+            }
+        };
+        row.refresh(&into.sandbox.lua, shape, view, into.changes)?;
+        Ok(row)
     }
 }
 
@@ -192,8 +219,11 @@ impl Vm {
             functions: [const { None }; Hook::ALL.len()],
             engine_functions: HashMap::new(),
             inputs,
+            changes: Changes::default(),
+            page: Page::default(),
             measured: None,
             injected: Injected(0),
+            spoiled: false,
         })
     }
 
@@ -227,27 +257,80 @@ impl Vm {
             .ok_or_else(|| Fault::new(ErrorKind::Error, "the module is gone"))
     }
 
-    /// Calls a hook of a policy file with whatever `args` makes of the inputs.
-    pub(crate) fn call<A: IntoLuaMulti>(
+    /// Calls a hook of a policy file with whatever `args` makes of the inputs, and gives the first values that it returned.
+    pub(crate) fn ask<'a, const ARGS: usize>(
         &mut self,
         hook: Hook,
         limit: Limit,
         seed: u64,
-        args: impl FnOnce(&mut Inputs, &Sandbox) -> Result<A, Fault>,
-    ) -> Result<MultiValue, Fault> {
-        self.find(hook)?;
+        args: impl FnOnce(&mut Inputs, &mut Into<'_>) -> mlua::Result<[Arg<'a>; ARGS]>,
+    ) -> Result<[Answer<'_>; 3], Fault> {
+        let (function, args) = self.prepare(hook, args)?;
+        let before = self.measured.map(|_| self.sandbox.heap_bytes());
+        let (crossing, changes, page) = (&self.sandbox.crossing, &mut self.changes, &mut self.page);
+        let result = self
+            .sandbox
+            .under_budget(limit, seed, || crossing.ask(function, changes, &args, page));
+        self.finish(before);
+        result.map(|()| self.page.read())
+    }
+
+    /// The same for a hook that returns one value, a table perhaps.
+    pub(crate) fn call<'a, const ARGS: usize>(
+        &mut self,
+        hook: Hook,
+        limit: Limit,
+        seed: u64,
+        args: impl FnOnce(&mut Inputs, &mut Into<'_>) -> mlua::Result<[Arg<'a>; ARGS]>,
+    ) -> Result<Value, Fault> {
+        let (function, args) = self.prepare(hook, args)?;
+        let before = self.measured.map(|_| self.sandbox.heap_bytes());
+        let (crossing, changes) = (&self.sandbox.crossing, &mut self.changes);
+        let result = self
+            .sandbox
+            .under_budget(limit, seed, || crossing.call(function, changes, &args));
+        self.finish(before);
+        result
+    }
+
+    /// Finds the function, and fills its inputs.
+    fn prepare<'a, const ARGS: usize>(
+        &mut self,
+        hook: Hook,
+        args: impl FnOnce(&mut Inputs, &mut Into<'_>) -> mlua::Result<[Arg<'a>; ARGS]>,
+    ) -> Result<(FunctionAt, [Arg<'a>; ARGS]), Fault> {
+        let function = self.find(hook)?;
         self.raise_injected(hook)?;
-        let args = args(&mut self.inputs, &self.sandbox)?;
-        let Some(function) = &self.functions[hook as usize] else {
-            return Err(Fault::new(ErrorKind::Error, "the function is gone"));
-        };
-        invoke(
-            &self.sandbox,
-            &mut self.measured,
-            function,
-            args,
-            limit,
-            seed,
+        let args = self.fill(args).map_err(|e| fault(&e))?;
+        if self.measured.is_some() {
+            // Written beforehand, since what that allocates is not the script's.
+            let written = self.sandbox.crossing.write(&mut self.changes);
+            written.map_err(|e| fault(&e))?;
+        }
+        Ok((function, args))
+    }
+
+    /// Notes whether the inputs are in order, and what the call took where calls are measured.
+    fn finish(&mut self, before: Option<usize>) {
+        self.spoiled = !self.changes.is_empty();
+        if let (Some(cost), Some(before)) = (&mut self.measured, before) {
+            cost.interrupts = self.sandbox.interrupts();
+            cost.bytes = self.sandbox.heap_bytes().saturating_sub(before);
+        }
+    }
+
+    /// Lets `args` fill the inputs. They are in order again when everything that it noted is written.
+    fn fill<A, E>(
+        &mut self,
+        args: impl FnOnce(&mut Inputs, &mut Into<'_>) -> Result<A, E>,
+    ) -> Result<A, E> {
+        self.spoiled = true;
+        args(
+            &mut self.inputs,
+            &mut Into {
+                sandbox: &self.sandbox,
+                changes: &mut self.changes,
+            },
         )
     }
 
@@ -259,22 +342,25 @@ impl Vm {
     }
 
     /// Looks a policy file's function up once.
-    fn find(&mut self, hook: Hook) -> Result<(), Fault> {
-        if self.functions[hook as usize].is_none() {
-            let key = hook.file().unwrap_or_default();
-            let function: Value = self
-                .module(&key)?
-                .raw_get(hook.function())
-                .map_err(|e| fault(&e))?;
-            let Value::Function(function) = function else {
-                return Err(Fault::new(
-                    ErrorKind::Error,
-                    format!("{} is no function", hook.name()),
-                ));
-            };
-            self.functions[hook as usize] = Some(function);
+    fn find(&mut self, hook: Hook) -> Result<FunctionAt, Fault> {
+        if let Some(function) = self.functions[hook as usize] {
+            return Ok(function);
         }
-        Ok(())
+        let key = hook.file().unwrap_or_default();
+        let function: Value = self
+            .module(&key)?
+            .raw_get(hook.function())
+            .map_err(|e| fault(&e))?;
+        let Value::Function(function) = function else {
+            return Err(Fault::new(
+                ErrorKind::Error,
+                format!("{} is no function", hook.name()),
+            ));
+        };
+        let function = self.sandbox.crossing.add_function(&function);
+        let function = function.map_err(|e| fault(&e))?;
+        self.functions[hook as usize] = Some(function);
+        Ok(function)
     }
 
     /// Calls a function of an engine plugin.
@@ -283,7 +369,7 @@ impl Vm {
         engine: &str,
         hook: Hook,
         limit: Limit,
-        args: impl FnOnce(&mut Inputs, &Sandbox) -> Result<A, Fault>,
+        args: impl FnOnce(&mut Inputs, &mut Into<'_>) -> mlua::Result<A>,
     ) -> Result<Value, Fault> {
         self.raise_injected(hook)?;
         let at = (engine.to_owned(), hook);
@@ -292,34 +378,18 @@ impl Vm {
             let function: Function = module.raw_get(hook.function()).map_err(|e| fault(&e))?;
             self.engine_functions.insert(at.clone(), function);
         }
-        let args = args(&mut self.inputs, &self.sandbox)?;
+        let args = self.fill(args).map_err(|e| fault(&e))?;
         let Some(function) = self.engine_functions.get(&at) else {
             return Err(Fault::new(ErrorKind::Error, "the function is gone"));
         };
-        let mut values = invoke(&self.sandbox, &mut self.measured, function, args, limit, 0)?;
-        Ok(values.pop_front().unwrap_or(Value::Nil))
+        // Converted beforehand, since what mlua allocates for that is not the script's.
+        let args = args.into_lua_multi(&self.sandbox.lua);
+        let args = args.map_err(|e| fault(&e))?;
+        let before = self.measured.map(|_| self.sandbox.heap_bytes());
+        let result = self.sandbox.call(function, args, limit, 0);
+        self.finish(before);
+        result
     }
-}
-
-/// Calls a function, and notes what that took where calls are measured.
-fn invoke<A: IntoLuaMulti>(
-    sandbox: &Sandbox,
-    measured: &mut Option<Cost>,
-    function: &Function,
-    args: A,
-    limit: Limit,
-    seed: u64,
-) -> Result<MultiValue, Fault> {
-    let Some(cost) = measured else {
-        return sandbox.call_multi(function, args, limit, seed);
-    };
-    // Converted beforehand, since what mlua allocates for that is not the script's.
-    let args = args.into_lua_multi(&sandbox.lua).map_err(|e| fault(&e))?;
-    let before = sandbox.heap_bytes();
-    let result = sandbox.call_multi(function, args, limit, seed);
-    cost.interrupts = sandbox.interrupts();
-    cost.bytes = sandbox.heap_bytes().saturating_sub(before);
-    result
 }
 
 impl Inputs {
@@ -339,15 +409,14 @@ impl Inputs {
         })
     }
 
-    /// The list of candidates, up to date.
+    /// The list of candidates.
     pub(crate) fn replicas(
         &mut self,
-        sandbox: &Sandbox,
+        into: &mut Into<'_>,
         views: &[ReplicaView<'_>],
-    ) -> Result<Table, Fault> {
+    ) -> mlua::Result<Arg<'static>> {
         self.replicas
-            .refresh(&sandbox.lua, views)
-            .cloned()
-            .map_err(|e| fault(&e))
+            .refresh(into.sandbox, views, into.changes)
+            .map(Arg::Row)
     }
 }

@@ -3,8 +3,8 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
 use mlua::chunk::ChunkMode;
@@ -12,6 +12,7 @@ use mlua::{Error, Function, Lua, LuaOptions, MultiValue, StdLib, Table, Value};
 
 use crate::error::{ErrorKind, Fault, did_you_mean};
 use crate::vm::budget::{Budget, Limit};
+use crate::vm::crossing::Crossing;
 
 /// Memory of one VM.
 pub const VM_MAX_BYTES: usize = 16 * 1024 * 1024;
@@ -52,6 +53,7 @@ pub(crate) struct LineHits {
 /// A VM with one program.
 pub(crate) struct Sandbox {
     pub(crate) lua: Lua,
+    pub(crate) crossing: Crossing,
     budget: Rc<Budget>,
     context: Rc<Context>,
     /// Makes the metatable of an input from its noun and its fields.
@@ -116,8 +118,10 @@ impl Sandbox {
         // Without this, sandboxed scripts could keep state in globals of their own.
         lua.globals().set_readonly(true);
         let budget = Budget::install(&lua);
+        let crossing = Crossing::new(&lua)?;
         Ok(Sandbox {
             lua,
+            crossing,
             budget,
             context,
             input_metatable,
@@ -180,10 +184,20 @@ impl Sandbox {
         limit: Limit,
         seed: u64,
     ) -> Result<MultiValue, Fault> {
+        self.under_budget(limit, seed, || function.call::<MultiValue>(args))
+    }
+
+    /// Gives the script inside of `call` a budget.
+    pub(crate) fn under_budget<R>(
+        &self,
+        limit: Limit,
+        seed: u64,
+        call: impl FnOnce() -> mlua::Result<R>,
+    ) -> Result<R, Fault> {
         self.context.random.set(seed);
         self.context.log.set(limit != Limit::Count);
         self.budget.start(limit);
-        let result = function.call::<MultiValue>(args);
+        let result = call();
         if self.budget.exceeded() {
             let reason = self.budget.reason();
             let message = match result {
@@ -277,12 +291,13 @@ fn next_random(state: &Cell<u64>) -> f64 {
 /// Writes a policy's line to the log, or says why not.
 fn log(context: &Context, text: &mlua::LuaString) -> Option<&'static str> {
     static WINDOW_LINES: AtomicU64 = AtomicU64::new(0);
-    thread_local! { static START: Instant = Instant::now(); }
+    // One for all threads: they share the window.
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     if !context.log.get() {
         return Some("llmgw.log is for tick and decision hooks; this one runs for every request");
     }
     // The second in the upper half, the lines of it in the lower.
-    let second = START.with(|start| start.elapsed().as_secs()) << 32;
+    let second = START.elapsed().as_secs() << 32;
     let lines = WINDOW_LINES
         .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |window| {
             Some(if window & !0xffff_ffff == second {

@@ -4,6 +4,7 @@ mod check;
 mod conformance;
 mod engines;
 mod hostile;
+mod inputs;
 mod launch;
 mod placement;
 mod reload;
