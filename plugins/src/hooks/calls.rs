@@ -13,9 +13,10 @@ use crate::hooks::views::{PoolView, ReplicaView, RequestView, TenantView, UsageV
 use crate::hooks::weights::RoutingWeights;
 use crate::hooks::{Band, BandSpec, ErrorClass, Gate, Hook, Prices, Ranked, Refusal};
 use crate::set::{Memory, PolicySet};
+use crate::vm::Vm;
 use crate::vm::budget::{Limit, TICK_MAX};
 use crate::vm::crossing::Arg;
-use crate::vm::{Vm, with_vm};
+use crate::vm::stock::Thread;
 
 /// Candidates that `routing.rank` gets at most; the native scorer chooses which.
 pub const RANK_CANDIDATES_MAX: usize = 8;
@@ -51,7 +52,7 @@ impl PolicySet {
             return self.native_classify(request, tenant);
         }
         let bands = &self.bands;
-        match self.run(|vm| classify(vm, request, tenant, bands)) {
+        match self.serve(|vm| classify(vm, request, tenant, bands)) {
             Ok(((position, ttl_ms), faults)) => {
                 self.note_all(Hook::Classify, &faults);
                 self.allowed(position, ttl_ms, tenant)
@@ -69,7 +70,7 @@ impl PolicySet {
             return None;
         }
         let replicas = &replicas[..replicas.len().min(RANK_CANDIDATES_MAX)];
-        self.run(|vm| rank(vm, request, replicas))
+        self.serve(|vm| rank(vm, request, replicas))
             .unwrap_or_else(|fault| {
                 self.note(Hook::Rank, &fault);
                 None
@@ -89,7 +90,7 @@ impl PolicySet {
         if !self.defines(Hook::Reject) {
             return native;
         }
-        match self.run(|vm| reject(vm, request, why)) {
+        match self.serve(|vm| reject(vm, request, why)) {
             Ok(None) => native,
             Ok(Some((refusal, faults))) => {
                 self.note_all(Hook::Reject, &faults);
@@ -108,7 +109,7 @@ impl PolicySet {
         if !self.defines(Hook::Key) {
             return None;
         }
-        self.run(|vm| key(vm, request, tenant))
+        self.serve(|vm| key(vm, request, tenant))
             .unwrap_or_else(|fault| {
                 self.note(Hook::Key, &fault);
                 None
@@ -129,7 +130,7 @@ impl PolicySet {
             return native;
         }
         let body = &body[..body.len().min(ERROR_BODY_MAX_BYTES)];
-        let result = self.run(|vm| classify_error(vm, engine, status, body));
+        let result = self.serve(|vm| classify_error(vm, engine, status, body));
         match result {
             Ok(class) => class.unwrap_or(native),
             Err(fault) => {
@@ -151,7 +152,7 @@ impl PolicySet {
         if !self.engines.get(engine).is_some_and(|plugin| plugin.maps) || !self.defines(hook) {
             return None;
         }
-        let result = self.run(|vm| map_metrics(vm, engine, samples, previous, dt_ms));
+        let result = self.serve(|vm| map_metrics(vm, engine, samples, previous, dt_ms));
         match result {
             Ok((load, faults)) => {
                 self.note_all(hook, &faults);
@@ -164,11 +165,17 @@ impl PolicySet {
         }
     }
 
+    /// For hooks that requests wait for: a VM is ready.
+    fn serve<R>(&self, work: impl FnOnce(&mut Vm) -> Result<R, Fault>) -> Result<R, Fault> {
+        self.stock.with_vm(Thread::Serves, work)
+    }
+
+    /// For the others, whose thread may build its VM.
     pub(crate) fn run<R>(
         &self,
         work: impl FnOnce(&mut Vm) -> Result<R, Fault>,
     ) -> Result<R, Fault> {
-        with_vm(self.id, &self.program, work)
+        self.stock.with_vm(Thread::Waits, work)
     }
 
     fn note_all(&self, hook: Hook, faults: &[Fault]) {

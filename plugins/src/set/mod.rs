@@ -23,6 +23,7 @@ use crate::hooks::{BandSpec, Hook};
 use crate::set::bundle::Bundle;
 use crate::set::trip::{Ledger, Trips};
 use crate::vm::sandbox::{Module, Program};
+use crate::vm::stock::{Serving, Stock};
 
 /// Where a policy set came from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -38,7 +39,8 @@ pub enum Source {
 
 /// All policies and engine plugins of one generation.
 ///
-/// Hooks run synchronously on the calling thread, in a VM that this thread keeps; a set is pinned by holding its `Arc`.
+/// Hooks run synchronously on the calling thread, in a VM that this thread keeps; a set is pinned by holding its `Arc`. Before
+/// a set comes into force there is a VM for every thread that serves requests, so that none of them builds one.
 #[derive(Debug)]
 pub struct PolicySet {
     /// Unique in the process: tests open several sets with the same generation.
@@ -48,6 +50,8 @@ pub struct PolicySet {
     pub(crate) loaded_at_ms: u64,
     pub(crate) bundle: Arc<Bundle>,
     pub(crate) program: Arc<Program>,
+    /// VMs that no thread has yet.
+    pub(crate) stock: Arc<Stock>,
     /// Hooks that Lua answers, see [`PolicySet::defines`].
     pub(crate) defined: [bool; Hook::ALL.len()],
     pub(crate) engines: BTreeMap<String, Arc<EnginePlugin>>,
@@ -129,12 +133,14 @@ impl PolicySet {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         Ok(PolicySet {
-            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            id,
             generation,
             source,
             loaded_at_ms: now.as_millis() as u64,
             bundle: Arc::new(bundle),
+            stock: Stock::new(id, Arc::clone(&program), serving(&checked)),
             program,
             defined: checked.defined,
             engines: checked.engines,
@@ -213,6 +219,23 @@ impl PolicySet {
             );
         }
     }
+}
+
+/// What requests' threads may call: see [`Serving`].
+fn serving(checked: &load::Checked) -> Vec<Serving> {
+    let hooks = [Hook::Classify, Hook::Rank, Hook::Reject, Hook::Key];
+    let defined = hooks
+        .into_iter()
+        .filter(|hook| checked.defined[*hook as usize]);
+    let of_engines = checked.engines.iter().flat_map(|(name, plugin)| {
+        let scrapes = plugin.maps.then_some(Hook::EngineMap);
+        let fails = plugin
+            .classifies_errors
+            .then_some(Hook::EngineClassifyError);
+        let hooks = scrapes.into_iter().chain(fails);
+        hooks.map(move |hook| Serving::Engine(name.clone(), hook))
+    });
+    defined.map(Serving::Policy).chain(of_engines).collect()
 }
 
 /// Compiles all files, tests included: a syntax error in a test is an error of the set.

@@ -127,6 +127,7 @@ impl Policies {
         )?);
         let (set, last_error) = first(&options, &gate, &ledger, &built_in)?;
         let set = Arc::new(set);
+        set.stock.fill(serving_threads());
         let progress = Progress {
             last_error,
             generation: 1,
@@ -191,6 +192,7 @@ impl Policies {
             .and_then(|set| self.gate.pass(set, dir))
             .map_err(|error| self.record(Some(hash), error))?;
         let set = Arc::new(set);
+        set.stock.fill(serving_threads());
         if !self.swap(&set) {
             return Ok(self.current());
         }
@@ -205,7 +207,7 @@ impl Policies {
         if progress.pinned {
             return false;
         }
-        self.current.store(Arc::clone(set));
+        self.publish(set);
         progress.generation = set.generation;
         progress.last_error = None;
         progress.refused = None;
@@ -256,7 +258,20 @@ impl Policies {
     /// Puts an earlier generation in force and ignores the directory until [`Policies::unpin`]. `None`: the one before the
     /// current one. The error says which generations there are.
     pub fn pin(&self, generation: Option<u64>) -> Result<Arc<PolicySet>, PolicyError> {
+        let set = self.earlier(generation)?;
+        // Before it is locked again, since it takes a while. What is reloaded meanwhile is not what was asked for.
+        set.stock.fill(serving_threads());
         let mut progress = self.progress();
+        progress.pinned = true;
+        self.publish(&set);
+        self.changed();
+        tracing::info!(generation = set.generation, "policies pinned");
+        Ok(set)
+    }
+
+    /// A generation of the history; `None`: the one before the current one.
+    fn earlier(&self, generation: Option<u64>) -> Result<Arc<PolicySet>, PolicyError> {
+        let progress = self.progress();
         let current = self.current();
         let wanted = match generation {
             Some(generation) => progress
@@ -269,7 +284,7 @@ impl Policies {
                 .rev()
                 .find(|set| set.generation < current.generation),
         };
-        let Some(set) = wanted.cloned() else {
+        wanted.cloned().ok_or_else(|| {
             let known: Vec<String> = progress
                 .history
                 .iter()
@@ -279,13 +294,16 @@ impl Policies {
                 "there is no such generation to go back to; there are {}",
                 known.join(", ")
             );
-            return Err(PolicyError::in_file("(policies)", reason));
-        };
-        progress.pinned = true;
-        self.current.store(Arc::clone(&set));
-        self.changed();
-        tracing::info!(generation = set.generation, "policies pinned");
-        Ok(set)
+            PolicyError::in_file("(policies)", reason)
+        })
+    }
+
+    /// Puts a set in force, whose VMs are ready.
+    fn publish(&self, set: &Arc<PolicySet>) {
+        let previous = self.current.swap(Arc::clone(set));
+        if !Arc::ptr_eq(&previous, set) {
+            previous.stock.retire();
+        }
     }
 
     /// Follows the directory again, from its present contents on.
@@ -344,6 +362,14 @@ impl Gate {
 impl std::fmt::Debug for Gate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Gate").field(&self.0.is_some()).finish()
+    }
+}
+
+/// Threads that serve requests: those of the runtime that this is called in, or as many as a runtime has by default.
+pub(crate) fn serving_threads() -> usize {
+    match tokio::runtime::Handle::try_current() {
+        Ok(runtime) => runtime.metrics().num_workers(),
+        Err(_) => std::thread::available_parallelism().map_or(1, |threads| threads.get()),
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::set::PolicySet;
 use crate::test::fleet::Kernels;
 use crate::test::report::{Coverage, FileCoverage};
-use crate::vm::{lines_run, with_vm};
+use crate::vm::stock::lines_run;
 
 /// Reads this thread's counters. Loading a file runs its outermost lines, so these count as run.
 pub(crate) fn measure(
@@ -16,7 +16,7 @@ pub(crate) fn measure(
     let is_policy = |key: &&String| !key.ends_with("_test.lua") && !key.starts_with("lib/");
     for key in set.bundle.files.keys().filter(is_policy) {
         // A file that doesn't load was refused before any test ran.
-        let _ = with_vm(set.id, &set.program, |vm| vm.module(key).map(drop));
+        let _ = set.run(|vm| vm.module(key).map(drop));
     }
     let mut lines: BTreeMap<String, BTreeMap<u32, u32>> = BTreeMap::new();
     for (key, hits) in lines_run(set.id) {

@@ -4,8 +4,9 @@ pub(crate) mod budget;
 pub(crate) mod crossing;
 mod rows;
 pub(crate) mod sandbox;
+pub(crate) mod stock;
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -13,22 +14,25 @@ use mlua::{Function, IntoLuaMulti, Table, Value};
 
 use crate::error::{ErrorKind, Fault};
 use crate::hooks::Hook;
-use crate::hooks::views::{ReplicaView, View};
+use crate::hooks::views::{ReplicaView, RequestView, TenantView, View};
 use crate::vm::budget::{LOAD_MAX, Limit};
 use crate::vm::crossing::{Answer, Arg, Changes, FunctionAt, Page};
 use crate::vm::rows::{ReplicaRows, Row, Shape};
 use crate::vm::sandbox::{LineHits, Program, Sandbox, fault, freeze};
-
-/// VMs that a thread keeps: the current generation's, and one more for requests that began under the previous one.
-const THREAD_VMS_MAX: usize = 2;
+use crate::vm::stock::Serving;
 
 thread_local! {
-    /// This thread's VMs with the ids of their policy sets, the last used one at the end.
-    static VMS: RefCell<Vec<(u64, Vm)>> = const { RefCell::new(Vec::new()) };
     /// A policy set under test, and the faults that its hooks raise instead of running.
     static INJECTED: Cell<(u64, Injected)> = const { Cell::new((0, Injected(0))) };
-    /// Lines that VMs had run, of those that are gone, with the ids of their policy sets; only where lines are counted.
-    static LINES_RUN: RefCell<Vec<(u64, FileLines)>> = const { RefCell::new(Vec::new()) };
+    /// VMs that this thread has built, and files that it ran in them: what a request must not pay for.
+    #[cfg(test)]
+    static BUILT: Cell<u64> = const { Cell::new(0) };
+}
+
+/// See [`BUILT`].
+#[cfg(test)]
+pub(crate) fn built() -> u64 {
+    BUILT.get()
 }
 
 /// A file and how often its lines ran.
@@ -60,66 +64,13 @@ pub(crate) fn inject(set: u64, faults: Injected) {
     INJECTED.set((set, faults));
 }
 
-/// Which lines this thread's VMs of a policy set have run, by file; one VM after the other.
-pub(crate) fn lines_run(set: u64) -> Vec<FileLines> {
-    let mut files: Vec<FileLines> = LINES_RUN.with_borrow(|kept| {
-        let own = kept.iter().filter(|(id, _)| *id == set);
-        own.map(|(_, lines)| lines.clone()).collect()
-    });
-    VMS.with_borrow(|vms| {
-        let vm = vms.iter().find(|(id, _)| *id == set);
-        files.extend(vm.map(|(_, vm)| vm.sandbox.lines_run()).unwrap_or_default());
-    });
-    files
-}
-
-/// Before a VM goes.
-fn keep_lines_run(set: u64, vm: &Vm) {
-    let lines = vm.sandbox.lines_run();
-    LINES_RUN.with_borrow_mut(|kept| kept.extend(lines.into_iter().map(|lines| (set, lines))));
-}
-
-/// Runs `work` in this thread's VM for the set, which is built when there is none. A VM that ran out of memory, or
-/// holds too much, is dropped afterwards: the next call gets a new one.
-pub(crate) fn with_vm<R>(
-    set: u64,
-    program: &Arc<Program>,
-    work: impl FnOnce(&mut Vm) -> Result<R, Fault>,
-) -> Result<R, Fault> {
-    VMS.with_borrow_mut(|vms| {
-        match vms.iter().position(|(id, _)| *id == set) {
-            Some(at) if at + 1 == vms.len() => {}
-            Some(at) => {
-                let vm = vms.remove(at);
-                vms.push(vm);
-            }
-            None => {
-                let vm = Vm::new(Arc::clone(program))?;
-                if vms.len() == THREAD_VMS_MAX {
-                    let (id, vm) = vms.remove(0);
-                    keep_lines_run(id, &vm);
-                }
-                vms.push((set, vm));
-            }
-        }
-        let Some((_, vm)) = vms.last_mut() else {
-            return Err(Fault::new(ErrorKind::Error, "there is no VM"));
-        };
-        let (injected_into, faults) = INJECTED.get();
-        vm.injected = if injected_into == set {
-            faults
-        } else {
-            Injected(0)
-        };
-        let result = work(vm);
-        let out_of_memory = matches!(&result, Err(fault) if fault.kind == ErrorKind::Memory)
-            && vm.injected == Injected(0);
-        if out_of_memory || vm.spoiled || vm.sandbox.is_bloated() {
-            keep_lines_run(set, vm);
-            vms.pop();
-        }
-        result
-    })
+fn injected(set: u64) -> Injected {
+    let (injected_into, faults) = INJECTED.get();
+    if injected_into == set {
+        faults
+    } else {
+        Injected(0)
+    }
 }
 
 /// A VM and what is kept in it.
@@ -211,6 +162,8 @@ impl Input {
 
 impl Vm {
     pub(crate) fn new(program: Arc<Program>) -> Result<Vm, Fault> {
+        #[cfg(test)]
+        BUILT.set(BUILT.get() + 1);
         let sandbox = Sandbox::new(program)?;
         let inputs = Inputs::new(&sandbox).map_err(|e| fault(&e))?;
         Ok(Vm {
@@ -227,6 +180,36 @@ impl Vm {
         })
     }
 
+    /// Does what is done once in a VM, for functions that requests' threads call.
+    pub(crate) fn warm_up(&mut self, serving: &[Serving]) {
+        for serving in serving {
+            let found = match serving {
+                Serving::Policy(hook) => self.find(*hook).map(drop),
+                Serving::Engine(engine, hook) => self.find_engine(engine, *hook).map(drop),
+            };
+            if let Err(fault) = found {
+                // It worked when the set was checked. The call that needs it tries again, and is where it counts.
+                tracing::debug!("a hook is not ready: {fault}");
+            }
+        }
+        let filled: mlua::Result<()> = self.fill(|inputs, into| {
+            inputs.request.arg(into, &RequestView::default())?;
+            inputs.tenant.arg(into, &TenantView::default())?;
+            into.sandbox.crossing.write(into.changes)
+        });
+        self.spoiled = filled.is_err();
+    }
+
+    /// Nothing may be called in it any more.
+    fn is_unusable(&self) -> bool {
+        self.spoiled || self.sandbox.is_bloated()
+    }
+
+    /// The lines of every file that ran here, with how often each of them did; only where lines are counted.
+    fn lines_run(&self) -> Vec<FileLines> {
+        self.sandbox.lines_run()
+    }
+
     /// From now on calls are measured. Nothing is freed meanwhile, so such a VM is for a few calls.
     pub(crate) fn measure(&mut self) {
         self.sandbox.lua.gc_stop();
@@ -241,6 +224,8 @@ impl Vm {
     /// The table that a file returned; runs it at its first use.
     pub(crate) fn module(&mut self, key: &str) -> Result<&Table, Fault> {
         if !self.modules.contains_key(key) {
+            #[cfg(test)]
+            BUILT.set(BUILT.get() + 1);
             let value = self.sandbox.run_module(key, Limit::Clock(LOAD_MAX))?;
             freeze(&value);
             let Value::Table(table) = value else {
@@ -363,6 +348,18 @@ impl Vm {
         Ok(function)
     }
 
+    /// The same for an engine plugin's function.
+    fn find_engine(&mut self, engine: &str, hook: Hook) -> Result<Function, Fault> {
+        let at = (engine.to_owned(), hook);
+        if let Some(function) = self.engine_functions.get(&at) {
+            return Ok(function.clone());
+        }
+        let module = self.module(&format!("engines/{engine}.lua"))?;
+        let function: Function = module.raw_get(hook.function()).map_err(|e| fault(&e))?;
+        self.engine_functions.insert(at, function.clone());
+        Ok(function)
+    }
+
     /// Calls a function of an engine plugin.
     pub(crate) fn call_engine<A: IntoLuaMulti>(
         &mut self,
@@ -372,21 +369,13 @@ impl Vm {
         args: impl FnOnce(&mut Inputs, &mut Into<'_>) -> mlua::Result<A>,
     ) -> Result<Value, Fault> {
         self.raise_injected(hook)?;
-        let at = (engine.to_owned(), hook);
-        if !self.engine_functions.contains_key(&at) {
-            let module = self.module(&format!("engines/{engine}.lua"))?;
-            let function: Function = module.raw_get(hook.function()).map_err(|e| fault(&e))?;
-            self.engine_functions.insert(at.clone(), function);
-        }
+        let function = self.find_engine(engine, hook)?;
         let args = self.fill(args).map_err(|e| fault(&e))?;
-        let Some(function) = self.engine_functions.get(&at) else {
-            return Err(Fault::new(ErrorKind::Error, "the function is gone"));
-        };
         // Converted beforehand, since what mlua allocates for that is not the script's.
         let args = args.into_lua_multi(&self.sandbox.lua);
         let args = args.map_err(|e| fault(&e))?;
         let before = self.measured.map(|_| self.sandbox.heap_bytes());
-        let result = self.sandbox.call(function, args, limit, 0);
+        let result = self.sandbox.call(&function, args, limit, 0);
         self.finish(before);
         result
     }
