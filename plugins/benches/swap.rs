@@ -156,9 +156,8 @@ fn serve(policies: &Policies, spell: &AtomicU64, in_flight: usize) -> Seen {
         let now = begun.set.generation();
         waiting.push_back(begun);
         let full = waiting.len() > in_flight;
-        if let Some(ending) = waiting.pop_front_if(|_| full) {
-            failed |= !ends(&ending, &replicas);
-        }
+        let ending = full.then(|| waiting.pop_front()).flatten();
+        failed |= ending.is_some_and(|ending| !ends(&ending, &replicas));
         let took = u32::try_from(start.elapsed().as_nanos()).unwrap_or(u32::MAX);
         seen.failed += u64::from(failed);
         if full {

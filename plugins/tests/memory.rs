@@ -50,6 +50,7 @@ fn many_reloads_do_not_grow_the_process() {
     }
     let after = resident_kib();
     let _ = std::fs::remove_dir_all(&dir);
+    println!("{before} KiB before, {after} KiB after {reloads} reloads");
     assert!(
         after < before + GROWTH_MAX_KIB,
         "{before} KiB before, {after} KiB after {reloads} reloads"

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind as IoKind, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -243,7 +244,8 @@ fn policy_name(path: &Path) -> Option<String> {
     (name.ends_with(".lua") && !name.starts_with('.')).then(|| name.to_owned())
 }
 
-/// Reads one file, bounded. Its type is checked before it is opened, since opening a FIFO would wait for ever.
+/// Reads one file, bounded. Its type is checked before it is opened, since opening a device can do something; and what took
+/// its place meanwhile is not waited for.
 fn read(path: &Path) -> Result<String, Gather> {
     let metadata = fs::metadata(path).map_err(|e| failed(path, &e))?;
     let refuse =
@@ -259,7 +261,11 @@ fn read(path: &Path) -> Result<String, Gather> {
         return Err(too_long());
     }
     let mut bytes = Vec::with_capacity(metadata.len() as usize);
-    let file = File::open(path).map_err(|e| failed(path, &e))?;
+    let file = File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
+        .map_err(|e| failed(path, &e))?;
     file.take(FILE_MAX_BYTES + 1)
         .read_to_end(&mut bytes)
         .map_err(|e| failed(path, &e))?;

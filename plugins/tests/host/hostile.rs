@@ -1,7 +1,6 @@
 //! Scripts that mean harm, or went wrong as if they did. Each must end in bounded time with a known fallback, and
 //! leave the host able to answer the next call.
 
-use std::os::unix::fs::symlink;
 use std::time::{Duration, Instant};
 
 use llmgw_plugins::{
@@ -542,57 +541,6 @@ fn a_kept_reference_to_an_input_is_harmless_and_never_another_threads() {
             "the row is this thread's own, and up to date"
         );
     }
-}
-
-#[test]
-fn what_is_no_policy_file_is_refused_with_a_reason() {
-    let refusal = |prepare: &dyn Fn(&Dir)| {
-        let dir = Dir::new();
-        prepare(&dir);
-        dir.refusal()
-    };
-    assert_eq!(
-        refusal(&|dir| std::fs::create_dir(dir.path("routing.lua")).expect("mkdir")),
-        "policies/routing.lua: is a directory, not a file"
-    );
-    let text = "policies/routing.lua: is not a text file (Lua source in UTF-8 is expected)";
-    assert_eq!(
-        refusal(&|dir| dir.write("routing.lua", b"\x1bLua\x54\x00\x19\x93")),
-        text,
-        "bytecode of Lua"
-    );
-    assert_eq!(
-        refusal(&|dir| dir.write("routing.lua", b"\x06\x03\x00\xff\xfe")),
-        text,
-        "bytecode of Luau"
-    );
-    let long = |dir: &Dir| {
-        let file = std::fs::File::create(dir.path("routing.lua")).expect("create");
-        file.set_len(100 << 20).expect("a sparse file");
-    };
-    assert_eq!(
-        refusal(&long),
-        "policies/routing.lua: is longer than 262144 bytes"
-    );
-    let fifo = |dir: &Dir| {
-        let made = std::process::Command::new("mkfifo")
-            .arg(dir.path("routing.lua"))
-            .status();
-        assert!(made.expect("mkfifo runs").success());
-    };
-    assert_eq!(
-        refusal(&fifo),
-        "policies/routing.lua: is not a regular file"
-    );
-    let link_loop = |dir: &Dir| symlink("routing.lua", dir.path("routing.lua")).expect("symlink");
-    assert!(refusal(&link_loop).starts_with("policies/routing.lua: can't be read: "));
-    let dangling = |dir: &Dir| symlink("nowhere.lua", dir.path("routing.lua")).expect("symlink");
-    assert_eq!(
-        refusal(&dangling),
-        "policies/routing.lua: went away while it was read, or is a link that leads nowhere"
-    );
-    let many = |dir: &Dir| (0..300).for_each(|n| dir.write(&format!("lib/x{n}.lua"), "return {}"));
-    assert_eq!(refusal(&many), "policies/lib: more than 256 policy files");
 }
 
 #[test]

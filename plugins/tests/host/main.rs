@@ -8,6 +8,7 @@ mod inputs;
 mod launch;
 mod placement;
 mod reload;
+mod unreadable;
 mod watch;
 
 use std::path::{Path, PathBuf};
