@@ -91,6 +91,14 @@ impl Budget {
         }
     }
 
+    /// Ends a call: what the host itself runs in the VM until the next one is not held against the script.
+    pub(crate) fn end(&self) {
+        self.exceeded.set(false);
+        self.count_max.set(u64::MAX);
+        self.deadline.set(None);
+        self.cpu_start.set(None);
+    }
+
     /// Whether the call went over its budget, whatever it returned.
     pub(crate) fn exceeded(&self) -> bool {
         self.exceeded.get()

@@ -198,8 +198,9 @@ impl Sandbox {
         self.context.log.set(limit != Limit::Count);
         self.budget.start(limit);
         let result = call();
-        if self.budget.exceeded() {
-            let reason = self.budget.reason();
+        let exceeded = self.budget.exceeded().then(|| self.budget.reason());
+        self.budget.end();
+        if let Some(reason) = exceeded {
             let message = match result {
                 Err(e) => Some(fault(&e).message).filter(|m| m.ends_with(&reason)),
                 Ok(_) => None,

@@ -7,6 +7,7 @@ mod hostile;
 mod inputs;
 mod launch;
 mod placement;
+mod ranges;
 mod reload;
 mod unreadable;
 mod watch;
