@@ -291,30 +291,13 @@ fn next_random(state: &Cell<u64>) -> f64 {
 
 /// Writes a policy's line to the log, or says why not.
 fn log(context: &Context, text: &mlua::LuaString) -> Option<&'static str> {
-    static WINDOW_LINES: AtomicU64 = AtomicU64::new(0);
-    // One for all threads: they share the window.
+    static LINES: LogLines = LogLines::new();
+    // One for all threads: they share the lines.
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     if !context.log.get() {
         return Some("llmgw.log is for tick and decision hooks; this one runs for every request");
     }
-    // The second in the upper half, the lines of it in the lower.
-    let second = START.elapsed().as_secs() << 32;
-    let lines = WINDOW_LINES
-        .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |window| {
-            Some(if window & !0xffff_ffff == second {
-                window + 1
-            } else {
-                second + 1
-            })
-        })
-        .map_or(0, |window| {
-            if window & !0xffff_ffff == second {
-                window & 0xffff_ffff
-            } else {
-                0
-            }
-        });
-    if lines < LOG_LINES_MAX_S {
+    if LINES.admit(START.elapsed().as_secs()) {
         tracing::info!(
             generation = context.program.generation,
             "policy says: {}",
@@ -322,6 +305,29 @@ fn log(context: &Context, text: &mlua::LuaString) -> Option<&'static str> {
         );
     }
     None
+}
+
+/// The present second in the upper half, the lines of it in the lower.
+struct LogLines(AtomicU64);
+
+impl LogLines {
+    const fn new() -> LogLines {
+        LogLines(AtomicU64::new(0))
+    }
+
+    /// Whether one more line may be written in this second.
+    fn admit(&self, second: u64) -> bool {
+        let count = |window: u64| match window >> 32 == second {
+            true => window & 0xffff_ffff,
+            false => 0,
+        };
+        let before = self
+            .0
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |window| {
+                Some((second << 32) | (count(window) + 1))
+            });
+        before.is_ok_and(|window| count(window) < LOG_LINES_MAX_S)
+    }
 }
 
 /// `require("lib/x")`: the value, or why not.
@@ -442,3 +448,6 @@ pub(crate) fn cut(text: &str, max: usize) -> String {
     }
     format!("{}…", &text[..end])
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,9 @@
 //! Loading, swapping and keeping the last good set.
 
+use std::sync::Arc;
+use std::time::Instant;
+
+use llmgw_plugins::test::{Fleet, GATE_MAX, Kernels};
 use llmgw_plugins::{Hook, Policies, PolicyOptions, PoolView, RoutingWeights, Source, init_dir};
 
 use crate::{Dir, hook};
@@ -275,4 +279,51 @@ fn what_is_in_force_can_be_asked_for_while_a_set_is_loaded() {
         policies.status().last_error.and_then(|error| error.line),
         Some(2)
     );
+}
+
+/// No test of this directory asks for a fleet.
+struct NoKernels;
+
+impl Kernels for NoKernels {
+    fn fleet_names(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn fleet_text(&self, _: &str) -> Option<String> {
+        None
+    }
+
+    fn open(&self, _: &str) -> Result<Box<dyn Fleet>, String> {
+        Err("there is no kernel".to_owned())
+    }
+
+    fn refusal_codes(&self) -> Vec<&'static str> {
+        Vec::new()
+    }
+}
+
+#[test]
+fn tests_that_do_not_end_keep_a_set_out_after_the_time_that_they_have_together() {
+    let dir = Dir::with(&[("lib/x.lua", "return 1")]);
+    let options = PolicyOptions {
+        dir: Some(dir.0.clone()),
+        state: None,
+    };
+    let policies = Policies::open_tested(options, Arc::new(NoKernels)).expect("it loads");
+    let cases = "local function endless()\n  while true do pcall(function() while true do end end) end\nend\n\
+                 for n = 1, 100 do llmgw.test.case('endless ' .. n, endless) end\n";
+    dir.write("lib/x.lua", "return 2");
+    dir.write("routing_test.lua", cases);
+    let start = Instant::now();
+    let error = policies.reload().expect_err("its tests don't end");
+    // Alone it is 5 s; one case after the other, each with its own time, would be 200 s.
+    assert!(start.elapsed() < 10 * GATE_MAX, "{:?}", start.elapsed());
+    assert!(
+        error
+            .reason
+            .starts_with("test `endless 1` failed: took longer than 2 s"),
+        "{error}"
+    );
+    assert_eq!(policies.current().generation(), 1);
+    assert_eq!(policies.status().last_error, Some(error));
 }

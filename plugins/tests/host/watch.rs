@@ -144,6 +144,18 @@ async fn a_config_map_swap_is_noticed_each_time() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_change_of_which_no_event_tells_is_found_by_looking() {
+    // As on a network file system: what changes is in a directory that nobody watches.
+    let elsewhere = Dir::with(&[("routing.lua", &weights(1))]);
+    let dir = Dir::new();
+    symlink(elsewhere.path("routing.lua"), dir.path("routing.lua")).expect("link");
+    let watched = Watched::start(dir);
+    assert_eq!(watched.kv(), 1.0);
+    elsewhere.write("routing.lua", weights(2));
+    watched.until("the file behind", |w| w.kv() == 2.0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_directory_that_is_removed_and_made_again_is_followed() {
     let watched = Watched::start(Dir::with(&[("routing.lua", &weights(1))]));
     fs::remove_dir_all(&watched.dir.0).expect("remove");
