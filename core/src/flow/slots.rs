@@ -29,7 +29,7 @@ pub struct Slots {
     queued_tokens: AtomicU64,
     /// Told when a slot is given back: the queues of all models that have this engine.
     watchers: Mutex<Vec<Weak<dyn Watcher>>>,
-    /// Counts on, so that the watchers take turns at being told first.
+    /// Counts what was taken, so that the watchers take turns at being told first.
     turn: AtomicU32,
 }
 
@@ -100,6 +100,7 @@ impl Slots {
             });
         if taken.is_ok() {
             self.sent_tokens.fetch_add(tokens, Ordering::Relaxed);
+            self.turn.fetch_add(1, Ordering::Relaxed);
         }
         taken.is_ok()
     }
@@ -130,14 +131,15 @@ impl Slots {
         watchers.push(watcher);
     }
 
-    /// The queues to tell of a slot that was given back, each time another one first; none where only one model has this engine,
-    /// whose queue knows by itself.
+    /// The queues to tell of room, another one first after every slot that was taken; none where only one model has this engine,
+    /// whose queue knows by itself. Not after every call: a request makes room twice, and of two models the same one would
+    /// always be first when its slot is free.
     pub fn watchers(&self) -> Vec<Arc<dyn Watcher>> {
         let watchers = self.lock();
         if watchers.len() < 2 {
             return Vec::new();
         }
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed) as usize;
+        let turn = self.turn.load(Ordering::Relaxed) as usize;
         let first = turn % watchers.len();
         let (before, after) = watchers.split_at(first);
         after
@@ -211,6 +213,32 @@ mod tests {
         assert!(slots.is_full() && !slots.try_take(0, &ROOM));
         slots.set_limit(Some(3));
         assert!(slots.try_take(0, &ROOM));
+    }
+
+    #[test]
+    fn the_queues_of_an_engine_take_turns_by_the_slots_that_are_taken() {
+        struct Queue(u32);
+        impl Watcher for Queue {
+            fn freed(&self, slots: &Arc<Slots>) {
+                assert!(slots.try_take(self.0.into(), &ROOM));
+            }
+        }
+        let slots = Slots::new(Some(1));
+        let queues: Vec<Arc<dyn Watcher>> = vec![Arc::new(Queue(1)), Arc::new(Queue(2))];
+        queues
+            .iter()
+            .for_each(|queue| slots.watch(Arc::downgrade(queue)));
+        let mut taken = Vec::new();
+        for _ in 0..4 {
+            slots.watchers()[0].freed(&slots);
+            let tokens = slots.sent_tokens();
+            taken.push(tokens);
+            // It is told that the prompt was read, and then that the slot is free.
+            slots.read(tokens);
+            slots.watchers();
+            slots.give_back();
+        }
+        assert_eq!(taken, [1, 2, 1, 2]);
     }
 
     #[test]
