@@ -506,12 +506,7 @@ fn a_model_that_has_the_slots_of_a_shared_engine_full_gives_the_other_its_turn()
         ..Ask::default()
     }
     .hold(&gateway);
-    // Both models show what waits for their one engine.
-    let wait = |count: u64| {
-        gateway.until(&format!("{count} wait for the engine"), || {
-            gateway.replicas().iter().all(|row| row["queued"] == count)
-        });
-    };
+    // Each model shows what waits of its own.
     let marks = marks("fake", 20);
     let queue = |(mark, count): (&String, u64)| {
         let client = Ask {
@@ -519,14 +514,14 @@ fn a_model_that_has_the_slots_of_a_shared_engine_full_gives_the_other_its_turn()
             ..Ask::default()
         }
         .send(&gateway);
-        wait(count);
+        gateway.queued(count);
         client
     };
     let clients: Vec<Client> = marks.iter().zip(1..).map(queue).collect();
     let mut other = gateway.client();
     let body = chat_of("other", false).replace("hello you", "[other]");
     other.post(CHAT, &body, "");
-    wait(21);
+    gateway.queued(21);
     drop(held);
     assert_ok(&[other.answer()]);
     all_answered(clients);
