@@ -52,6 +52,18 @@ impl Running {
     }
 }
 
+impl Running {
+    /// Ends a load that holds streams, and reads what it saw.
+    pub fn end(mut self) -> io::Result<load::Outcome> {
+        drop(self.child.stdin.take());
+        let mut line = String::new();
+        let out = self.child.stdout.take();
+        let out = out.ok_or_else(|| io::Error::other("its standard output is not piped"))?;
+        BufReader::new(out).read_line(&mut line)?;
+        serde_json::from_str(&line).map_err(io::Error::other)
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         // A load that holds streams ends with its standard input.

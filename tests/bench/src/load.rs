@@ -215,8 +215,10 @@ async fn idle(options: &Options) -> io::Result<Outcome> {
     }
     println!("ready");
     tokio::task::spawn_blocking(|| io::stdin().read(&mut [0])).await??;
+    let closed = open.iter().filter(|connection| connection.is_closed());
     Ok(Outcome {
         requests: open.len() as u64,
+        failed: closed.count() as u64,
         ..Outcome::default()
     })
 }
@@ -265,6 +267,14 @@ impl Connection {
         }
         self.buffer = Vec::new();
         Ok(())
+    }
+
+    /// The other side ended it, though the stream has more to come.
+    fn is_closed(&self) -> bool {
+        match self.stream.try_read(&mut [0]) {
+            Ok(bytes) => bytes == 0,
+            Err(error) => error.kind() != io::ErrorKind::WouldBlock,
+        }
     }
 
     async fn head(&mut self) -> io::Result<Framing> {

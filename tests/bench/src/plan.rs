@@ -27,6 +27,9 @@ const STREAM_MS: u64 = 1_000;
 const STREAM_GAP_US: u64 = 5_000;
 /// For a process to settle before its memory is read.
 const SETTLE: Duration = Duration::from_millis(300);
+/// A spell with or without swaps, at the fixed rate.
+const SWAP_SPELL_MS: u64 = 2_000;
+const SWAPS_A_SPELL: u32 = 5;
 const RELOADS: u32 = 10;
 const RELOAD_EVERY: Duration = Duration::from_millis(400);
 
@@ -38,6 +41,9 @@ pub struct Options {
     /// Streams that are open at once while memory is measured; 10000 needs as many file descriptors three times over.
     #[arg(long, default_value_t = 1_000)]
     idle_streams: usize,
+    /// Streams that are open at once while generations of policies are swapped; like the memory's they want file descriptors.
+    #[arg(long, default_value_t = 1_000)]
+    in_flight: usize,
     /// Builds of llmgw to measure, as `NAME=PATH`; without any, the workspace's own is built.
     #[arg(long, value_name = "NAME=PATH")]
     llmgw: Vec<String>,
@@ -53,6 +59,7 @@ enum Part {
     Streams,
     Memory,
     Reload,
+    Swap,
 }
 
 /// Measures everything and prints the table.
@@ -99,6 +106,9 @@ fn measure(options: &Options) -> io::Result<()> {
     );
     if bench.wants(Part::Reload) {
         bench.reload()?;
+    }
+    if bench.wants(Part::Swap) {
+        bench.swap()?;
     }
     Ok(())
 }
@@ -245,6 +255,57 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// What swaps of generations add to the latency at a fixed rate, with many streams open that began before them. Spells
+    /// with swaps and spells without take turns.
+    fn swap(&self) -> io::Result<()> {
+        let mut arguments = load_arguments("rate", RATE_CONNECTIONS, 1_000, SWAP_SPELL_MS);
+        arguments.extend(["--rate".to_string(), RATE.to_string()]);
+        let pause = Duration::from_millis(SWAP_SPELL_MS) / (SWAPS_A_SPELL + 1);
+        for kind in &self.kinds {
+            let target = kind.start(&self.engines, &self.dir)?;
+            let Some(policies) = target.policies.clone() else {
+                continue;
+            };
+            say(&format!("swaps: {}", kind.name()));
+            let held = self.options.in_flight;
+            let streams = open_streams(&target, held, 1_000)?;
+            let before = target.policy_generation()?;
+            let (mut calm, mut swapped) = (Vec::new(), Vec::new());
+            for round in 0..self.options.rounds {
+                let (outcome, _) = target.load(&arguments)?;
+                check(&target, &outcome)?;
+                calm.push(outcome.p99_us);
+                let (outcome, _) = std::thread::scope(|scope| {
+                    let load = scope.spawn(|| target.load(&arguments));
+                    for number in 0..SWAPS_A_SPELL {
+                        std::thread::sleep(pause);
+                        change_policy(&policies, round * SWAPS_A_SPELL + number)?;
+                    }
+                    load.join()
+                        .map_err(|_| io::Error::other("the load panicked"))?
+                })?;
+                check(&target, &outcome)?;
+                swapped.push(outcome.p99_us);
+            }
+            let swaps = target.policy_generation()? - before;
+            let closed = streams.end()?.failed;
+            let added = calm
+                .iter()
+                .zip(&swapped)
+                .map(|(calm, swapped)| swapped - calm);
+            println!(
+                "{}: {swaps} swaps with {held} streams open, {closed} of them closed, no request failed. p99 at {RATE}/s: {:.0} us \
+                 without, {:.0} us with, added {:.0} us (medians of {} rounds).",
+                kind.name(),
+                median(calm.clone()),
+                median(swapped.clone()),
+                median(added.collect()),
+                self.options.rounds
+            );
+        }
+        Ok(())
+    }
+
     /// Policies that change under full load.
     fn reload(&self) -> io::Result<()> {
         for kind in &self.kinds {
@@ -379,6 +440,11 @@ fn open_streams(target: &Target, streams: usize, body_bytes: usize) -> io::Resul
     let mut load = Running::start(&mut command)?;
     load.wait_ready()?;
     Ok(load)
+}
+
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    figures.get(figures.len() / 2).copied().unwrap_or_default()
 }
 
 fn change_policy(dir: &Path, serial: u32) -> io::Result<()> {

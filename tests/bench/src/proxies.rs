@@ -30,6 +30,9 @@ pub enum Kind {
     },
 }
 
+/// More than are ever open: what is measured is the way to an engine, not waiting for one.
+const SLOTS: u32 = 65_536;
+
 /// One of them, running.
 pub struct Target {
     pub kind: Kind,
@@ -246,7 +249,9 @@ fn llmgw_config(
 ) -> String {
     let endpoints: String = engines
         .iter()
-        .map(|engine| format!("      - {{url: \"http://{engine}\", engine: vllm}}\n"))
+        .map(|engine| {
+            format!("      - {{url: \"http://{engine}\", engine: vllm, slots: {SLOTS}}}\n")
+        })
         .collect();
     format!(
         "listen: {address}
