@@ -137,6 +137,9 @@ pub struct Score {
 
 /// The code of a node that is unfit because the hook failed.
 pub const POLICY_ERROR: &str = "policy_error";
+/// Why a filter that has tripped refuses.
+const SWITCHED_OFF: &str =
+    "placement.filter failed too often and is switched off: see `llmgw ctl policies`";
 /// Range of one part of a score.
 const PART_RANGE: (f64, f64) = (-1000.0, 1000.0);
 /// Parts at most.
@@ -163,10 +166,17 @@ impl PolicySet {
 }
 
 impl Decision<'_> {
-    /// May this job run on this node? Fails closed: a hook that fails refuses the node.
+    /// May this job run on this node? Fails closed: a hook that fails refuses the node, and one that failed so often that it
+    /// is switched off refuses all, since nobody knows any more what it would have kept out.
     pub fn filter(&mut self, job: &JobView<'_>, node: &NodeView<'_>) -> Verdict {
-        if !self.set.defines(Hook::PlacementFilter) {
+        if !self.set.defined[Hook::PlacementFilter as usize] {
             return Verdict::Fit;
+        }
+        if self.set.trips.is_tripped(Hook::PlacementFilter) {
+            return Verdict::Unfit {
+                code: POLICY_ERROR.to_owned(),
+                text: SWITCHED_OFF.to_owned(),
+            };
         }
         self.call(Hook::PlacementFilter, |vm, limit| {
             filter(vm, limit, job, node)

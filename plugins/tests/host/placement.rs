@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use llmgw_plugins::{
-    CandidateView, Domain, Hook, JobView, NodeView, PolicySet, Score, Verdict, init_dir,
+    CandidateView, Domain, Hook, JobView, NodeView, PolicySet, Score, TRIP_ERRORS, Verdict,
+    init_dir,
 };
 
 use crate::{Dir, hook};
@@ -103,6 +104,40 @@ fn a_filter_that_fails_refuses_the_node() {
     assert!(
         text.ends_with("placement.lua:4: no field 'gpu_free' (did you mean 'gpus_free'?)"),
         "{text}"
+    );
+}
+
+#[test]
+fn a_filter_that_is_switched_off_refuses_all_nodes_until_the_next_generation() {
+    let body = "  if node.id ~= 'a' then error('boom') end\n  return true";
+    let guarded = format!("  if job.model == 'example' then return true end\n{body}");
+    let dir = Dir::with(&[("placement.lua", &hook("filter(job, node)", &guarded))]);
+    let policies = dir.open().expect("it behaves for the example");
+    let set = policies.current();
+    let ask = |id: &str| policies.current().decision().filter(&job(), &node(id));
+    assert_eq!(ask("a"), Verdict::Fit);
+    for _ in 0..TRIP_ERRORS {
+        assert!(matches!(ask("b"), Verdict::Unfit { code, .. } if code == "policy_error"));
+    }
+    assert_eq!(policies.status().trips, [Hook::PlacementFilter]);
+    let switched_off = unfit(
+        "policy_error",
+        "placement.filter failed too often and is switched off: see `llmgw ctl policies`",
+    );
+    assert_eq!(
+        ask("b"),
+        switched_off,
+        "not fit because nobody asks any more"
+    );
+    assert_eq!(ask("a"), switched_off);
+    dir.write("placement.lua", hook("filter(job, node)", "  return true"));
+    policies.reload().expect("it loads");
+    assert_eq!(policies.status().trips, []);
+    assert_eq!(ask("b"), Verdict::Fit);
+    assert_eq!(
+        set.decision().filter(&job(), &node("a")),
+        switched_off,
+        "what began before stays as it was"
     );
 }
 
