@@ -355,12 +355,9 @@ fn bands_keep_their_names_and_leave_something_to_share_by_priority() {
         shed: None,
     };
     let at_load = || vec![band("a", 1.0, 0.0), band("b", 0.0, 0.0)];
-    // Without a last good value the embedded file's own function would answer; its names are not those of this load.
+    // There is no last good value, and the embedded bands have other names: those of the load stay.
     row.check(
-        |set| {
-            assert_eq!(set.admission_bands(&pool("m")), at_load());
-            set.admission_bands(&pool("odd"))
-        },
+        |set| set.admission_bands(&pool("odd")),
         vec![
             (
                 "{ { name = 'a', priority = 9, floor = 0.5 }, { name = 'b', priority = 0 } }",

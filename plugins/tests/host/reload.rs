@@ -248,6 +248,39 @@ fn the_last_good_set_survives_a_restart_and_says_that_it_is_in_use() {
 }
 
 #[test]
+fn a_kept_set_that_is_damaged_is_not_started_with() {
+    let good = hook("weights(pool)", "  return { kv = 7 }");
+    let (dir, state) = (Dir::with(&[("routing.lua", &good)]), Dir::new());
+    let options = PolicyOptions {
+        dir: Some(dir.0.clone()),
+        state: Some(state.0.clone()),
+    };
+    Policies::open(options.clone()).expect("the set loads");
+    let kept = state.path("policies.last-good.json");
+    let text = std::fs::read_to_string(&kept).expect("it was kept");
+    dir.write("routing.lua", "return {");
+    Policies::open(options.clone()).expect("what was kept is whole");
+    for (what, damaged) in [
+        ("nothing in it", String::new()),
+        ("a half", text[..text.len() / 2].to_owned()),
+        (
+            "of another version",
+            text.replace("policies/1", "policies/2"),
+        ),
+        ("a set that doesn't load", text.replace("kv = 7", "vk = 7")),
+    ] {
+        assert_ne!(damaged, text, "{what}");
+        std::fs::write(&kept, damaged).expect("write");
+        let error = Policies::open(options.clone()).expect_err(what);
+        assert_eq!(
+            error.line,
+            Some(1),
+            "{what}: the directory's mistake: {error}"
+        );
+    }
+}
+
+#[test]
 fn a_mistake_far_down_a_long_path_still_has_its_line() {
     let dir = Dir::new();
     let deep = dir.path(&format!("{}/{}", "a".repeat(150), "b".repeat(150)));
