@@ -5,10 +5,15 @@ use std::str::FromStr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use llmgw_proto::units::UnitError;
+use time::format_description::BorrowedFormatItem;
+use time::format_description::well_known::Rfc3339;
+use time::macros::format_description;
+use time::{Date, OffsetDateTime};
 
-const DAY_SECONDS: u64 = 86_400;
+/// A date alone.
+const DAY: &[BorrowedFormatItem<'_>] = format_description!("[year]-[month]-[day]");
 /// Before it no key was made, so an earlier year is a typing error.
-const YEARS: std::ops::RangeInclusive<u64> = 2000..=9999;
+const YEARS: std::ops::RangeInclusive<i32> = 2000..=9999;
 /// The longest input that a message repeats in full.
 const SHOWN_MAX_CHARS: usize = 40;
 
@@ -42,85 +47,25 @@ impl FromStr for UtcTime {
 }
 
 fn parse(text: &str) -> Option<UtcTime> {
-    let (date, clock) = match text.split_once('T') {
-        Some((date, clock)) => (date, clock.strip_suffix('Z')?),
-        None => (text, "00:00:00"),
+    let moment = if text.contains('T') {
+        let moment = OffsetDateTime::parse(text, &Rfc3339).ok()?;
+        moment.offset().is_utc().then_some(moment)?
+    } else {
+        Date::parse(text, DAY).ok()?.midnight().assume_utc()
     };
-    let [year, month, day] = numbers(date, '-', [4, 2, 2])?;
-    let [hour, minute, second] = numbers(clock, ':', [2, 2, 2])?;
-    let is_clock = hour < 24 && minute < 60 && second < 60;
-    if !is_clock || !YEARS.contains(&year) || !(1..=12).contains(&month) {
+    if !YEARS.contains(&moment.year()) {
         return None;
     }
-    if day == 0 || day > days_of_month(year, month) {
-        return None;
-    }
-    let days = days_before_year(year) - days_before_year(1970);
-    let days = days
-        + (1..month)
-            .map(|month| days_of_month(year, month))
-            .sum::<u64>()
-        + day
-        - 1;
-    Some(UtcTime(
-        days * DAY_SECONDS + hour * 3600 + minute * 60 + second,
-    ))
-}
-
-/// Digits only, each of them there.
-fn numbers(text: &str, between: char, widths: [usize; 3]) -> Option<[u64; 3]> {
-    let mut parts = text.split(between);
-    let mut found = [0; 3];
-    for (number, width) in found.iter_mut().zip(widths) {
-        let part = parts.next()?;
-        if part.len() != width || !part.bytes().all(|byte| byte.is_ascii_digit()) {
-            return None;
-        }
-        *number = part.parse().ok()?;
-    }
-    parts.next().is_none().then_some(found)
-}
-
-fn is_leap(year: u64) -> bool {
-    year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-}
-
-fn days_before_year(year: u64) -> u64 {
-    let past = year - 1;
-    past * 365 + past / 4 - past / 100 + past / 400
-}
-
-fn days_of_month(year: u64, month: u64) -> u64 {
-    match month {
-        2 => 28 + u64::from(is_leap(year)),
-        4 | 6 | 9 | 11 => 30,
-        _ => 31,
-    }
+    u64::try_from(moment.unix_timestamp()).ok().map(UtcTime)
 }
 
 impl fmt::Display for UtcTime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (mut days, clock) = (self.0 / DAY_SECONDS, self.0 % DAY_SECONDS);
-        days += days_before_year(1970);
-        // A guess that is never too late, and at most one year too early.
-        let mut year = days / 366 + 1;
-        while days_before_year(year + 1) <= days {
-            year += 1;
-        }
-        days -= days_before_year(year);
-        let mut month = 1;
-        while days >= days_of_month(year, month) {
-            days -= days_of_month(year, month);
-            month += 1;
-        }
-        write!(
-            f,
-            "{year:04}-{month:02}-{:02}T{:02}:{:02}:{:02}Z",
-            days + 1,
-            clock / 3600,
-            clock / 60 % 60,
-            clock % 60
-        )
+        let seconds = i64::try_from(self.0.min(UtcTime::LAST.0)).unwrap_or_default();
+        let text = OffsetDateTime::from_unix_timestamp(seconds)
+            .ok()
+            .and_then(|moment| moment.format(&Rfc3339).ok());
+        f.write_str(text.as_deref().unwrap_or("a time beyond the calendar"))
     }
 }
 
@@ -169,15 +114,6 @@ mod tests {
             let error = text.parse::<UtcTime>().unwrap_err();
             assert_eq!(error.wrong, format!("`{text}` is not a date"));
             assert!(error.right.contains("`2026-12-31`"));
-        }
-    }
-
-    #[test]
-    fn every_day_is_written_as_it_is_read() {
-        let first: UtcTime = "2000-01-01".parse().unwrap();
-        for day in 0..200_000 {
-            let time = UtcTime(first.0 + day * DAY_SECONDS + 1);
-            assert_eq!(time.to_string().parse::<UtcTime>().unwrap(), time);
         }
     }
 }
