@@ -1,5 +1,7 @@
 //! What this node is, read from its drivers, `/sys` and `/proc`.
 
+pub mod fabrics;
 pub mod infiniband;
+pub mod network;
 pub mod pci;
 mod sysfs;
