@@ -150,6 +150,38 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_was_measured_alive_and_as_a_zombie_keeps_its_start_and_is_dead() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let text = fs::read_to_string(path.join("../tests/recordings/proc/measured.txt")).unwrap();
+        let line = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name));
+            Stat::parse(line.unwrap()).unwrap()
+        };
+        let (live, zombie) = (line("live: "), line("zombie: "));
+        assert_eq!((live.state, live.is_alive()), ('S', true));
+        assert_eq!((zombie.state, zombie.is_alive()), ('Z', false));
+        assert_eq!(live.start_ticks, 79_210);
+        assert_eq!(zombie.start_ticks, live.start_ticks);
+    }
+
+    #[test]
+    fn a_number_that_was_used_again_has_another_start() {
+        let (engine, other) = (recorded("vllm-api.stat"), recorded("pid-reused.stat"));
+        assert_eq!(
+            (engine.start_ticks, other.start_ticks),
+            (812_345, 9_812_345)
+        );
+        assert!(other.is_alive());
+    }
+
+    #[test]
+    fn a_scheduler_that_left_its_parent_can_be_found_by_its_session() {
+        let stat = recorded("sglang-scheduler.stat");
+        assert_eq!((stat.parent, stat.session), (1, 2_505_700));
+        assert_eq!((stat.group, stat.start_ticks), (2_505_700, 99_123_456));
+    }
+
+    #[test]
     fn an_orphaned_engine_core_belongs_to_init_and_keeps_its_session() {
         let stat = recorded("vllm-enginecore-orphan.stat");
         assert_eq!(stat.parent, 1);
