@@ -1,7 +1,8 @@
 //! The configuration: what `llmgw.yaml` declares, as types that the rest of the gateway reads directly.
 //!
-//! [`load`] reads the file in four steps: the text (`yaml`), its shape (`decode`, on top of `read`), its meaning (`check`),
-//! and, where any of them found something, one report of all problems with their lines (`problem`). A reload takes the same path (`watch`).
+//! [`load`] reads the file in four steps: the text, its shape (`decode`), its meaning (`check`),
+//! and, where any of them found something, one report of all problems with their lines; what is not about this file in particular is
+//! [`llmgw_proto::document`]. A reload takes the same path (`watch`).
 //! Relative paths in the file are relative to the directory that holds it. `${VAR}` is expanded after parsing, so that a value cannot add YAML.
 
 use std::collections::BTreeMap;
@@ -13,32 +14,33 @@ use std::time::Duration;
 
 use foldhash::{HashMap, HashMapExt};
 use llmgw_plugins::MetricOverride;
+use llmgw_proto::document::{Kind, problem, read, suggest, yaml};
 use sha2::{Digest, Sha256};
 
 mod check;
 mod date;
 mod decode;
-mod expand;
-mod mask;
 mod notes;
-mod problem;
 mod profile;
-mod read;
 mod secret;
-mod suggest;
 mod url;
 mod watch;
-mod yaml;
 
 pub use check::check_engines;
 pub use date::UtcTime;
+pub(crate) use llmgw_proto::document::suggestion;
+pub use llmgw_proto::document::{ConfigErrors, Problem};
 pub use notes::{needs_restart, not_yet_enforced, warnings};
-pub use problem::{ConfigErrors, Problem};
 pub(crate) use profile::{lacks_fp8, problems as profile_problems};
 pub use secret::{KeyHash, Secret};
-pub(crate) use suggest::suggestion;
 pub use url::EngineUrl;
 pub use watch::ConfigWatch;
+
+/// What messages call this file.
+const KIND: Kind = Kind {
+    example: "llmgw.yaml",
+    least: "a configuration lists at least `models`, and may set `listen: 127.0.0.1:8080`",
+};
 
 /// The whole configuration, checked.
 #[derive(Clone, Debug)]
@@ -271,7 +273,7 @@ pub fn load_with(
     path: &Path,
     env: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Config, ConfigErrors> {
-    let text = yaml::read_file(path)?;
+    let text = yaml::read_file(path, &KIND)?;
     parse(path, text, env)
 }
 
@@ -284,7 +286,7 @@ pub fn parse(
     text: String,
     env: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Config, ConfigErrors> {
-    let root = yaml::parse(path, &text)?;
+    let root = yaml::parse(path, &text, &KIND)?;
     let mut report = read::Report::new(env);
     let directory = path.parent().unwrap_or(Path::new(""));
     let mut config = decode::config(&mut report, &root, directory);

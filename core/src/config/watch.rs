@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-use super::{Config, ConfigErrors, parse, yaml};
+use super::{Config, ConfigErrors, KIND, parse, yaml};
 
 /// Follows one configuration file.
 pub struct ConfigWatch {
@@ -84,7 +84,7 @@ impl ConfigWatch {
         let seen = self.seen;
         // Reading and checking a large file takes a tenth of a second, too long for a thread that serves.
         let read = tokio::task::spawn_blocking(move || {
-            let text = yaml::read_file(&path)?;
+            let text = yaml::read_file(&path, &KIND)?;
             let digest: [u8; 32] = Sha256::digest(text.as_bytes()).into();
             let fresh = (Some(digest) != seen)
                 .then(|| parse(&path, text, &|name| std::env::var(name).ok()));

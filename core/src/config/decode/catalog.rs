@@ -7,7 +7,7 @@ use llmgw_plugins::MetricOverride;
 use super::Decode;
 use crate::config::read::Field;
 use crate::config::yaml::Node;
-use crate::config::{Endpoint, EngineUrl, LaunchMode, Model, Profile};
+use crate::config::{Endpoint, EngineUrl, LaunchMode, Model, Profile, Secret};
 
 const REPLICAS: RangeInclusive<u32> = 0..=10_000;
 const SLOTS: RangeInclusive<u32> = 1..=65_536;
@@ -71,7 +71,8 @@ impl Decode<'_, '_, '_> {
                 .and_then(|field| self.report.count(&field, SLOTS)),
             api_key: fields
                 .get("api_key")
-                .and_then(|field| self.report.secret(&field)),
+                .and_then(|field| self.report.secret(&field))
+                .map(|text| Secret::new(&text)),
             serves: self.text(&fields, "serves"),
         }
     }
@@ -132,6 +133,9 @@ impl Decode<'_, '_, '_> {
             .get("env")
             .map(|field| self.report.secrets(&field))
             .unwrap_or_default();
+        let env = env
+            .into_iter()
+            .map(|(name, text)| (name, Secret::new(&text)));
         Profile {
             name: self
                 .required_text(&fields, "name", "give each profile a name")

@@ -13,7 +13,7 @@ use crate::config::read::{Field, Fields, Report};
 use crate::config::yaml::Node;
 use crate::config::{
     AdminListen, Agents, AgentsTls, Catalog, Config, KeyHash, Limits, Listen, Log, LogFormat,
-    ModelPattern, SourceText, Tenant, TenantKey, TlsFiles, UtcTime,
+    ModelPattern, Secret, SourceText, Tenant, TenantKey, TlsFiles, UtcTime,
 };
 
 mod catalog;
@@ -119,7 +119,8 @@ impl Decode<'_, '_, '_> {
                     tls: inner.get("tls").map(|field| self.tls(&field)),
                     token: inner
                         .get("token")
-                        .and_then(|field| self.report.secret(&field)),
+                        .and_then(|field| self.report.secret(&field))
+                        .map(|text| Secret::new(&text)),
                 }
             }
             field => AdminListen {

@@ -9,11 +9,12 @@ use serde::de::{
     self, Deserialize, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
 
+use super::Kind;
 use super::problem::{At, ConfigErrors, Place, Step};
 
 /// A YAML value. Mappings keep their order and duplicate keys, which serde's own maps drop silently.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Node {
+pub enum Node {
     Null,
     Bool(bool),
     Integer(i128),
@@ -42,12 +43,15 @@ const FILE_MAX_BYTES: u64 = 8 << 20;
 const SHOWN_MAX_CHARS: usize = 60;
 
 /// Reads the file as text.
-pub(super) fn read_file(path: &Path) -> Result<String, ConfigErrors> {
+pub fn read_file(path: &Path, kind: &Kind) -> Result<String, ConfigErrors> {
     let whole = |wrong: String, right: &str| Err(ConfigErrors::whole(path, wrong, right));
     if path.is_dir() {
         return whole(
             "is a directory".to_owned(),
-            "give the configuration file itself, e.g. `llmgw.yaml`",
+            &format!(
+                "give the configuration file itself, e.g. `{}`",
+                kind.example
+            ),
         );
     }
     let mut bytes = Vec::new();
@@ -85,17 +89,16 @@ pub(super) fn read_file(path: &Path) -> Result<String, ConfigErrors> {
 }
 
 /// Parses the text into its one document.
-pub(super) fn parse(path: &Path, text: &str) -> Result<Node, ConfigErrors> {
+pub fn parse(path: &Path, text: &str, kind: &Kind) -> Result<Node, ConfigErrors> {
     let nothing = text.lines().all(|line| {
         let line = line.trim_start_matches('\u{feff}').trim();
         line.is_empty() || line.starts_with('#') || line == "---"
     });
     if nothing {
-        let right = "a configuration lists at least `models`, and may set `listen: 127.0.0.1:8080`";
         return Err(ConfigErrors::whole(
             path,
             "the file is empty".to_owned(),
-            right,
+            kind.least,
         ));
     }
     serde_yaml::from_str(text).map_err(|error: serde_yaml::Error| {
@@ -149,7 +152,7 @@ fn syntax_hint(message: &str, line: Option<&str>) -> String {
 
 /// Line and column of a place, from 1. The parser gives positions only with errors, so one is raised there.
 /// Where the place is not in the text (a key that is missing), it is that of the nearest value around it.
-pub(super) fn position(text: &str, place: &Place) -> Option<(usize, usize)> {
+pub fn position(text: &str, place: &Place) -> Option<(usize, usize)> {
     let mut steps = place.steps.as_slice();
     let mut at = place.at;
     loop {
@@ -180,7 +183,7 @@ impl Node {
 }
 
 /// A value as a message repeats it: on one line and not too long.
-pub(super) fn shown(text: &str) -> String {
+pub fn shown(text: &str) -> String {
     let clipped = text.chars().count() > SHOWN_MAX_CHARS;
     let tail = if clipped { "..." } else { "" };
     text.chars()
@@ -416,6 +419,11 @@ impl<'de> Visitor<'de> for FollowKey<'_, '_> {
 mod tests {
     use super::*;
 
+    const KIND: Kind = Kind {
+        example: "x.yaml",
+        least: "",
+    };
+
     const TEXT: &str = "\
 # a comment with models: in it
 listen: 'x'
@@ -492,7 +500,7 @@ x: 2
 
     #[test]
     fn duplicate_keys_are_kept() {
-        let Node::Mapping(entries) = parse(Path::new("f"), TEXT).unwrap() else {
+        let Node::Mapping(entries) = parse(Path::new("f"), TEXT, &KIND).unwrap() else {
             panic!()
         };
         let xs: Vec<&Node> = entries

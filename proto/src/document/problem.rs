@@ -33,27 +33,27 @@ pub struct Problem {
 
 /// Where a problem is: a value, or the key before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub struct Place {
     pub steps: Vec<Step>,
     pub at: At,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub enum Step {
     /// The nth entry of this key, 0 unless it is written twice.
     Key(String, usize),
     Index(usize),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum At {
+pub enum At {
     Key,
     Value,
 }
 
 /// A problem whose line has not been looked up.
 #[derive(Clone, Debug)]
-pub(super) struct Finding {
+pub struct Finding {
     pub place: Place,
     pub wrong: String,
     pub right: String,
@@ -62,14 +62,14 @@ pub(super) struct Finding {
 }
 
 /// Each line is found by reading the file again, so this bounds the time too.
-pub(super) const PROBLEMS_MAX: usize = 20;
+pub const PROBLEMS_MAX: usize = 20;
 
 /// Longer lines are shown around the caret only.
 const SOURCE_LINE_MAX_CHARS: usize = 160;
 
 impl ConfigErrors {
     /// One problem of the file as a whole.
-    pub(super) fn whole(file: &Path, wrong: String, right: &str) -> Self {
+    pub fn whole(file: &Path, wrong: String, right: &str) -> Self {
         let problem = Problem {
             position: None,
             path: String::new(),
@@ -85,7 +85,7 @@ impl ConfigErrors {
     }
 
     /// One problem at a position, such as one of the YAML itself.
-    pub(super) fn at(
+    pub fn at(
         file: &Path,
         text: &str,
         position: Option<(usize, usize)>,
@@ -108,7 +108,7 @@ impl ConfigErrors {
     }
 
     /// Looks up the line of each finding.
-    pub(super) fn locate(file: &Path, text: &str, findings: Vec<Finding>) -> Self {
+    pub fn locate(file: &Path, text: &str, findings: Vec<Finding>) -> Self {
         let omitted = findings.len().saturating_sub(PROBLEMS_MAX);
         let mut problems: Vec<Problem> = findings
             .into_iter()

@@ -14,7 +14,7 @@ const CREDENTIAL_WORDS: [&str; 7] = [
 
 /// The line with each character of a credential's value replaced, so that columns stay what they were.
 /// It works on the text alone, because the line may be one that did not parse.
-pub(super) fn mask(line: &str) -> String {
+pub fn mask(line: &str) -> String {
     let mut shown = String::with_capacity(line.len());
     let mut rest = line;
     while let Some(colon) = rest.find(": ") {

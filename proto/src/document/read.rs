@@ -6,29 +6,27 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
-use llmgw_proto::units::{ByteSize, HumanDuration, UnitError};
-
-use super::Secret;
 use super::expand::{Expanded, expand};
 use super::problem::{Finding, Place, Step};
 use super::suggest::suggestion;
 use super::yaml::{Node, shown};
+use crate::units::{ByteSize, HumanDuration, UnitError};
 
 /// A node and where it is.
 #[derive(Clone)]
-pub(super) struct Field<'n> {
+pub struct Field<'n> {
     pub node: &'n Node,
     pub place: Place,
 }
 
 /// The entries of a mapping whose keys are known.
-pub(super) struct Fields<'n> {
+pub struct Fields<'n> {
     place: Place,
     entries: Vec<(&'n str, &'n Node)>,
 }
 
 /// The problems found so far, and where `${VAR}` is looked up.
-pub(super) struct Report<'e> {
+pub struct Report<'e> {
     env: &'e dyn Fn(&str) -> Option<String>,
     findings: Vec<Finding>,
 }
@@ -168,7 +166,7 @@ impl<'e> Report<'e> {
     }
 
     /// A mapping from names of the user's choice to credentials.
-    pub fn secrets(&mut self, field: &Field<'_>) -> Vec<(String, Secret)> {
+    pub fn secrets(&mut self, field: &Field<'_>) -> Vec<(String, String)> {
         let Node::Mapping(_) = field.node else {
             let right = "write `{NAME: \"value\"}`, or leave the key out";
             self.add_quietly(field, "expected a mapping", right);
@@ -180,10 +178,7 @@ impl<'e> Report<'e> {
                 node,
                 place: field.place.key(key),
             };
-            secrets.extend(
-                self.quiet_text(&value)
-                    .map(|text| (key.to_owned(), Secret::new(&text))),
-            );
+            secrets.extend(self.quiet_text(&value).map(|text| (key.to_owned(), text)));
         }
         secrets
     }
@@ -203,7 +198,7 @@ impl<'e> Report<'e> {
     }
 
     /// A credential: not empty, printable ASCII since it travels in a header, and in no message.
-    pub fn secret(&mut self, field: &Field<'_>) -> Option<Secret> {
+    pub fn secret(&mut self, field: &Field<'_>) -> Option<String> {
         let text = self.quiet_text(field)?;
         if text.is_empty() {
             self.add_quietly(field, "is empty", "write a value, or leave the key out");
@@ -214,7 +209,7 @@ impl<'e> Report<'e> {
             self.add_quietly(field, "has a character that no header may carry", right);
             return None;
         }
-        Some(Secret::new(&text))
+        Some(text)
     }
 
     /// A text that no message repeats.

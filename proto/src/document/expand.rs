@@ -3,7 +3,7 @@
 use super::yaml::shown;
 
 /// A text with `${VAR}` expanded, and as the file has it, which is what messages repeat.
-pub(super) struct Expanded {
+pub struct Expanded {
     pub value: String,
     pub written: String,
 }
@@ -31,7 +31,7 @@ impl Expanded {
 }
 
 /// Replaces each `${NAME}` by the variable's value, once; `$${` is a literal `${`.
-pub(super) fn expand(
+pub fn expand(
     text: &str,
     env: &dyn Fn(&str) -> Option<String>,
 ) -> Result<String, (String, String)> {

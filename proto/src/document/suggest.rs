@@ -1,7 +1,7 @@
 //! Finds the word that was probably meant.
 
 /// The known word that was probably meant, else all of them.
-pub(crate) fn suggestion(word: &str, known: &[&str]) -> String {
+pub fn suggestion(word: &str, known: &[&str]) -> String {
     let lower = word.to_lowercase();
     let underscored = lower.replace('-', "_");
     // A key with the wrong dashes is meant as often as a name that has some.
