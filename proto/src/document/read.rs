@@ -165,6 +165,24 @@ impl<'e> Report<'e> {
         }
     }
 
+    /// A mapping from names of the user's choice to texts.
+    pub fn named_texts(&mut self, field: &Field<'_>) -> Vec<(String, String)> {
+        let Node::Mapping(_) = field.node else {
+            let right = "write `{name: \"value\"}`, or leave the key out";
+            self.wrong_type(field, "a mapping", right);
+            return Vec::new();
+        };
+        let mut texts = Vec::new();
+        for (key, node) in self.entries(field) {
+            let value = Field {
+                node,
+                place: field.place.key(key),
+            };
+            texts.extend(self.text(&value).map(|text| (key.to_owned(), text)));
+        }
+        texts
+    }
+
     /// A mapping from names of the user's choice to credentials.
     pub fn secrets(&mut self, field: &Field<'_>) -> Vec<(String, String)> {
         let Node::Mapping(_) = field.node else {
