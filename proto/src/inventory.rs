@@ -8,11 +8,13 @@ use serde::{Deserialize, Serialize};
 
 pub mod adapter;
 pub mod fabric;
+pub mod gpu;
 pub mod host;
 pub mod reading;
 
 pub use adapter::Adapter;
 pub use fabric::Fabric;
+pub use gpu::Gpus;
 pub use host::{Host, Route};
 pub use reading::Reading;
 
@@ -24,6 +26,7 @@ pub struct Inventory {
     /// The operator's, from agent.yaml.
     pub labels: BTreeMap<String, String>,
     pub host: Host,
+    pub gpus: Gpus,
     /// The ports of all RDMA devices, by name.
     pub adapters: Vec<Adapter>,
     pub fabrics: Vec<Fabric>,
