@@ -78,7 +78,6 @@ pub enum SourceCause {
     VersionMismatch,
     LibraryMissing,
     NoPermission,
-    NoDevices,
     GpuLost,
     NeedsReset,
     Blocked,
@@ -150,9 +149,8 @@ pub struct Ecc {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuFabric {
     pub state: Reading<FabricState>,
-    /// Set only when the fabric is complete and its cluster uuid is not zero: the domain may reach other nodes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub clique: Option<Clique>,
+    /// None (`null`) unless the fabric is complete and its cluster uuid is not zero: the domain may reach other nodes.
+    pub clique: Reading<Option<Clique>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -181,7 +179,7 @@ pub struct MigSlice {
     /// Uuid of the GPU that it is a part of.
     pub parent: String,
     /// `1g.10gb`.
-    pub profile: String,
+    pub profile: Reading<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -264,7 +262,8 @@ impl Gpus {
     pub fn cliques(&self) -> BTreeMap<&Clique, Vec<&str>> {
         let mut cliques: BTreeMap<&Clique, Vec<&str>> = BTreeMap::new();
         for gpu in &self.devices {
-            if let (Some(clique), Some(uuid)) = (&gpu.fabric.clique, gpu.uuid.value()) {
+            if let (Some(Some(clique)), Some(uuid)) = (gpu.fabric.clique.value(), gpu.uuid.value())
+            {
                 cliques.entry(clique).or_default().push(uuid);
             }
         }
@@ -320,7 +319,7 @@ impl Gpu {
             },
             fabric: GpuFabric {
                 state: self.fabric.state.aged(age_ms),
-                clique: self.fabric.clique,
+                clique: self.fabric.clique.aged(age_ms),
             },
             nvlinks_up: self.nvlinks_up.aged(age_ms),
             mig: self.mig.aged(age_ms),

@@ -1,0 +1,159 @@
+//! Runs nvidia-smi once: bounded in time and size. What it printed counts whatever its exit status is.
+
+use std::fmt;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::inventory::gpu::bounded::{End, collect};
+
+/// The answers of a node with 16 GPUs are below 100 kB.
+const OUTPUT_MAX_BYTES: usize = 1 << 20;
+
+/// Where nvidia-smi is when it is not on the path of a system service.
+const DIRECTORIES: [&str; 6] = [
+    "/usr/bin",
+    "/usr/local/bin",
+    "/usr/lib/wsl/lib",
+    "/usr/local/nvidia/bin",
+    "/opt/bin",
+    "/run/current-system/sw/bin",
+];
+
+/// What nvidia-smi answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ran {
+    /// `None`: a signal ended it.
+    pub status: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// Why nvidia-smi did not answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RunError {
+    NotFound { tried: Vec<PathBuf> },
+    NotStarted { path: PathBuf, reason: String },
+    Deadline { arguments: String, waited: Duration },
+    TooMuch { arguments: String },
+}
+
+/// Something that answers as nvidia-smi does: the program, or a recording of it.
+pub trait Smi {
+    fn run(&self, arguments: &[&str]) -> Result<Ran, RunError>;
+}
+
+/// The program.
+pub struct Program {
+    path: PathBuf,
+    /// Of all its runs together.
+    deadline: Instant,
+    started: Instant,
+}
+
+impl Program {
+    pub fn new(path: PathBuf, deadline: Instant) -> Program {
+        Program {
+            path,
+            deadline,
+            started: Instant::now(),
+        }
+    }
+
+    /// Looks for nvidia-smi on the path, then where drivers put it.
+    pub fn find(deadline: Instant) -> Result<Program, RunError> {
+        let on_path = std::env::var_os("PATH").unwrap_or_default();
+        let directories = std::env::split_paths(&on_path)
+            .filter(|directory| directory.is_absolute())
+            .chain(DIRECTORIES.iter().map(PathBuf::from));
+        let mut tried = Vec::new();
+        for directory in directories {
+            let path = directory.join("nvidia-smi");
+            if path.is_file() {
+                return Ok(Program::new(path, deadline));
+            }
+            if !tried.contains(&directory) {
+                tried.push(directory);
+            }
+        }
+        Err(RunError::NotFound { tried })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Smi for Program {
+    fn run(&self, arguments: &[&str]) -> Result<Ran, RunError> {
+        let not_started = |reason: String| RunError::NotStarted {
+            path: self.path.clone(),
+            reason,
+        };
+        let mut child = Command::new(&self.path)
+            .args(arguments)
+            .env("LC_ALL", "C")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| match error.kind() {
+                ErrorKind::NotFound => RunError::NotFound {
+                    tried: vec![self.path.clone()],
+                },
+                _ => not_started(error.to_string()),
+            })?;
+        let collected = collect(&mut child, self.deadline, OUTPUT_MAX_BYTES)
+            .map_err(|error| not_started(error.to_string()))?;
+        let status = match collected.end {
+            End::Exited(status) => status.code(),
+            unfinished => {
+                // One that hangs in the kernel outlives this; the probe's process group still shows it.
+                let _ = child.kill();
+                let arguments = arguments.join(" ");
+                return Err(match unfinished {
+                    End::TooMuch => RunError::TooMuch { arguments },
+                    _ => RunError::Deadline {
+                        arguments,
+                        waited: self.started.elapsed(),
+                    },
+                });
+            }
+        };
+        Ok(Ran {
+            status,
+            stdout: String::from_utf8_lossy(&collected.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&collected.stderr).into_owned(),
+        })
+    }
+}
+
+impl fmt::Display for RunError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RunError::NotFound { tried } => {
+                f.write_str("there is no nvidia-smi in ")?;
+                for (at, path) in tried.iter().enumerate() {
+                    let comma = if at == 0 { "" } else { ", " };
+                    write!(f, "{comma}{}", path.display())?;
+                }
+                Ok(())
+            }
+            RunError::NotStarted { path, reason } => {
+                write!(f, "`{}` can't be run: {reason}", path.display())
+            }
+            RunError::Deadline { arguments, waited } => write!(
+                f,
+                "`nvidia-smi {arguments}` had not answered {} ms after the first question",
+                waited.as_millis()
+            ),
+            RunError::TooMuch { arguments } => write!(
+                f,
+                "`nvidia-smi {arguments}` printed more than {OUTPUT_MAX_BYTES} bytes"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for RunError {}
