@@ -14,6 +14,14 @@ pub mod domains;
 pub mod facts;
 pub mod health;
 pub mod nvml;
+pub mod probe;
+pub mod prober;
+#[cfg(test)]
+mod scripts;
 pub mod smi;
+pub mod watch;
 
 pub use assemble::missing_from_driver;
+pub use probe::{ProbeArguments, probe_main};
+pub use prober::{GpuSources, PROBE_DEADLINE, probe_once};
+pub use watch::{GpuWatch, PROBE_INTERVAL, log_sources};

@@ -5,11 +5,13 @@
 
 use std::io::{self, ErrorKind, Read};
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, ExitStatus};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::Pid;
 
 /// How often an exit is looked for while the pipes are silent.
 const TICK: Duration = Duration::from_millis(10);
@@ -20,7 +22,8 @@ const CHUNK_BYTES: usize = 16 * 1_024;
 /// How the reading ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    Exited(ExitStatus),
+    /// It has exited and is not reaped: until it is, nobody else gets its number, so that its group can be killed for certain.
+    Exited,
     /// Still running at the deadline. Nobody has been killed.
     Deadline,
     /// It printed more than it may. Nobody has been killed.
@@ -47,10 +50,10 @@ pub fn collect(child: &mut Child, deadline: Instant, max_bytes: usize) -> io::Re
         Pipe::new(child.stdout.take().map(OwnedFd::from))?,
         Pipe::new(child.stderr.take().map(OwnedFd::from))?,
     ];
-    let mut exited: Option<(ExitStatus, Instant)> = None;
+    let mut exited: Option<Instant> = None;
     let end = loop {
         if exited.is_none() {
-            exited = child.try_wait()?.map(|status| (status, Instant::now()));
+            exited = has_exited(child)?.then(Instant::now);
         }
         // Read after the look for the exit, so that what came before it is not missed.
         wait(&pipes, exited.is_some())?;
@@ -61,10 +64,10 @@ pub fn collect(child: &mut Child, deadline: Instant, max_bytes: usize) -> io::Re
         if pipes.iter().any(|pipe| pipe.bytes.len() > max_bytes) {
             break End::TooMuch;
         }
-        if let Some((status, at)) = exited {
+        if let Some(at) = exited {
             let all_closed = pipes.iter().all(|pipe| pipe.source.is_none());
             if all_closed || now >= at + DRAIN || now >= deadline {
-                break End::Exited(status);
+                break End::Exited;
             }
         } else if now >= deadline {
             break End::Deadline;
@@ -76,6 +79,14 @@ pub fn collect(child: &mut Child, deadline: Instant, max_bytes: usize) -> io::Re
         stderr,
         end,
     })
+}
+
+/// Whether it has exited, without reaping it.
+fn has_exited(child: &Child) -> io::Result<bool> {
+    let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
+    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    let status = waitid(Id::Pid(Pid::from_raw(pid)), look)?;
+    Ok(status != WaitStatus::StillAlive)
 }
 
 /// Until a pipe has something, or one tick.
@@ -150,14 +161,16 @@ mod tests {
         let collected = collect(&mut child, Instant::now() + NEVER, 1 << 20).unwrap();
         assert_eq!(collected.stdout.len(), 300_000);
         assert_eq!(collected.stderr, b"sad\n");
-        assert!(matches!(collected.end, End::Exited(status) if status.code() == Some(9)));
+        assert_eq!(collected.end, End::Exited);
+        assert_eq!(child.wait().unwrap().code(), Some(9));
     }
 
     #[test]
     fn a_grandchild_that_keeps_the_pipe_open_does_not_hold_the_reader() {
         let mut child = shell("sleep 300 & echo $!; exit 0");
         let collected = collect(&mut child, Instant::now() + NEVER, 1_024).unwrap();
-        assert!(matches!(collected.end, End::Exited(status) if status.success()));
+        assert_eq!(collected.end, End::Exited);
+        assert!(child.wait().unwrap().success());
         let grandchild = String::from_utf8(collected.stdout).unwrap();
         let grandchild = nix::unistd::Pid::from_raw(grandchild.trim().parse().unwrap());
         nix::sys::signal::kill(grandchild, nix::sys::signal::Signal::SIGKILL).unwrap();

@@ -107,7 +107,10 @@ impl Smi for Program {
         let collected = collect(&mut child, self.deadline, OUTPUT_MAX_BYTES)
             .map_err(|error| not_started(error.to_string()))?;
         let status = match collected.end {
-            End::Exited(status) => status.code(),
+            End::Exited => child
+                .wait()
+                .map_err(|error| not_started(error.to_string()))?
+                .code(),
             unfinished => {
                 // One that hangs in the kernel outlives this; the probe's process group still shows it.
                 let _ = child.kill();

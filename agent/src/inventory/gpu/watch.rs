@@ -1,0 +1,292 @@
+//! The GPUs as they were last seen, for a supervisor that reads them at each heartbeat and must never wait.
+//!
+//! A thread of its own probes. When the driver falls silent or fails, the last values stay, marked stale.
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use llmgw_proto::inventory::Reading;
+use llmgw_proto::inventory::gpu::{DriverState, Gpus};
+use tokio::sync::watch;
+
+use super::class::Classes;
+use super::health::settle_memory_held;
+use super::prober::{GpuSources, Probed, Prober};
+
+/// How often GPUs are looked at. Each look initialises the driver's library, which costs it some 100 ms.
+pub const PROBE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Holds the last values; probing ends when it is dropped.
+pub struct GpuWatch {
+    seen: watch::Receiver<Option<Arc<Seen>>>,
+    /// Dropped to end the thread.
+    _stop: SyncSender<()>,
+}
+
+/// What is known, and since when.
+#[derive(Debug, Clone)]
+struct Seen {
+    gpus: Gpus,
+    /// When the driver last answered.
+    answered: Instant,
+}
+
+impl GpuWatch {
+    /// Begins to probe in a thread of its own.
+    pub fn start(sources: GpuSources, interval: Duration) -> std::io::Result<GpuWatch> {
+        let (sender, seen) = watch::channel(None);
+        let (stop, stopped) = sync_channel::<()>(0);
+        std::thread::Builder::new()
+            .name("gpu-watch".to_string())
+            .spawn(move || {
+                let mut prober = Prober::new(sources);
+                let mut classes = Classes::default();
+                let mut last: Option<Arc<Seen>> = None;
+                while !sender.is_closed() {
+                    let probed = prober.probe();
+                    let next = Arc::new(follow(
+                        last.as_deref(),
+                        probed,
+                        Instant::now(),
+                        &mut classes,
+                    ));
+                    log_change(last.as_deref().map(|seen| &seen.gpus), &next.gpus);
+                    sender.send_replace(Some(Arc::clone(&next)));
+                    last = Some(next);
+                    if stopped.recv_timeout(interval) != Err(RecvTimeoutError::Timeout) {
+                        return;
+                    }
+                }
+            })?;
+        Ok(GpuWatch { seen, _stop: stop })
+    }
+
+    /// What was last seen, with the memory that processes other than `own` hold. `None`: the first probe is still on its way.
+    pub fn latest(&self, own: &dyn Fn(u32) -> bool) -> Option<Gpus> {
+        let seen = self.seen.borrow().clone()?;
+        let mut gpus = seen.at(Instant::now());
+        for gpu in &mut gpus.devices {
+            settle_memory_held(gpu, own);
+        }
+        Some(gpus)
+    }
+
+    /// Until the next probe has ended.
+    pub async fn changed(&mut self) {
+        // The thread lives as long as this does; should it have died, there is nothing to wait for.
+        if self.seen.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Seen {
+    /// The values at a time: those of a driver that no longer answers carry their age.
+    fn at(&self, now: Instant) -> Gpus {
+        if self.gpus.driver == DriverState::Answering {
+            return self.gpus.clone();
+        }
+        let age = now.saturating_duration_since(self.answered).as_millis();
+        self.gpus
+            .clone()
+            .aged(u64::try_from(age).unwrap_or(u64::MAX))
+    }
+}
+
+/// What is known after a probe: its answer, or the old values and what went wrong now.
+fn follow(last: Option<&Seen>, probed: Probed, now: Instant, classes: &mut Classes) -> Seen {
+    let mut gpus = probed.into_gpus();
+    if gpus.driver == DriverState::Answering {
+        keep_classes(&mut gpus, classes);
+        return Seen {
+            gpus,
+            answered: now,
+        };
+    }
+    let Some(last) = last else {
+        return Seen {
+            gpus,
+            answered: now,
+        };
+    };
+    Seen {
+        gpus: Gpus {
+            driver: gpus.driver,
+            passed_over: gpus.passed_over,
+            ..last.gpus.clone()
+        },
+        answered: last.answered,
+    }
+}
+
+/// Gives each GPU its first class, and says which would have another.
+fn keep_classes(gpus: &mut Gpus, classes: &mut Classes) {
+    for gpu in &mut gpus.devices {
+        let (Some(uuid), Some(class)) = (gpu.uuid.value(), gpu.class.value()) else {
+            continue;
+        };
+        let (kept, change) = classes.settle(uuid, class);
+        gpu.class = Reading::Known(kept);
+        gpus.problems
+            .extend(change.map(|change| change.to_string()));
+    }
+}
+
+/// Tells the log what changed about the sources; a fallback is never silent.
+fn log_change(before: Option<&Gpus>, now: &Gpus) {
+    let is_same = before.is_some_and(|before| {
+        before.driver == now.driver
+            && before.backend == now.backend
+            && before.passed_over == now.passed_over
+    });
+    if !is_same {
+        log_sources(now);
+    }
+    let known = before.map_or(&[][..], |before| &before.problems);
+    for problem in now
+        .problems
+        .iter()
+        .filter(|problem| !known.contains(problem))
+    {
+        tracing::warn!(%problem, "GPUs");
+    }
+}
+
+/// Tells the log which source answered and why others did not.
+pub fn log_sources(gpus: &Gpus) {
+    for failure in &gpus.passed_over {
+        let help = failure.help.as_deref().unwrap_or_default();
+        match gpus.driver {
+            DriverState::Absent => {
+                tracing::info!(source = %failure.source, "no GPUs: {}", failure.message)
+            }
+            _ => {
+                tracing::warn!(source = %failure.source, help, "GPU source passed over: {}", failure.message)
+            }
+        }
+    }
+    tracing::info!(backend = %gpus.backend, devices = gpus.devices.len(), "GPUs");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::gpu::assemble::without_source;
+    use crate::inventory::gpu::facts::source_failure;
+    use crate::inventory::gpu::scripts::Scripts;
+    use crate::inventory::gpu::smi;
+    use llmgw_proto::inventory::gpu::{Backend, HealthCode, SourceCause};
+
+    fn answer(rows: &str) -> Probed {
+        let smi = smi::tests::Recorded::new(rows);
+        Probed::Answered(smi::tests::inventory(&smi::read(&smi).unwrap()))
+    }
+
+    fn silent() -> Probed {
+        let said = "the driver did not answer";
+        Probed::Silent(source_failure(
+            Backend::Nvml,
+            SourceCause::Unresponsive,
+            said,
+        ))
+    }
+
+    #[test]
+    fn the_last_values_of_a_silent_driver_are_kept_and_marked_stale() {
+        let (start, mut classes) = (Instant::now(), Classes::default());
+        let seen = follow(None, answer("l40s-8x"), start, &mut classes);
+        assert_eq!(
+            seen.at(start + Duration::from_secs(5)).devices[0]
+                .memory
+                .total_mib,
+            Reading::Known(46_068)
+        );
+
+        let later = start + Duration::from_secs(40);
+        let seen = follow(Some(&seen), silent(), later, &mut classes);
+        let gpus = seen.at(later + Duration::from_secs(2));
+        assert_eq!(gpus.driver, DriverState::Unresponsive);
+        assert_eq!(gpus.passed_over[0].message, "the driver did not answer");
+        assert_eq!(gpus.devices.len(), 8);
+        let stale = Reading::Stale {
+            value: 46_068,
+            age_ms: 42_000,
+        };
+        assert_eq!(gpus.devices[7].memory.total_mib, stale);
+        assert_eq!(gpus.devices[7].class.known(), None);
+        assert_eq!(gpus.devices[7].class.value().unwrap(), "l40s-45g");
+
+        let back = follow(Some(&seen), answer("l40s-8x"), later, &mut classes);
+        let gpus = back.at(later);
+        assert_eq!(gpus.driver, DriverState::Answering);
+        assert_eq!(gpus.devices[0].memory.total_mib, Reading::Known(46_068));
+        assert!(gpus.passed_over.is_empty());
+    }
+
+    #[test]
+    fn a_driver_that_fails_after_an_upgrade_leaves_its_gpus_in_sight() {
+        let (now, mut classes) = (Instant::now(), Classes::default());
+        let seen = follow(None, answer("l4"), now, &mut classes);
+        let mismatch = source_failure(Backend::Nvml, SourceCause::VersionMismatch, "mismatch");
+        let failing = Probed::Answered(without_source(vec![mismatch]));
+        let gpus = follow(Some(&seen), failing, now, &mut classes).at(now);
+        assert_eq!(gpus.driver, DriverState::Failing);
+        assert_eq!(gpus.devices.len(), 1);
+        assert!(gpus.devices[0].uuid.known().is_none());
+    }
+
+    #[test]
+    fn a_driver_that_is_silent_from_the_start_has_no_values() {
+        let gpus = follow(None, silent(), Instant::now(), &mut Classes::default()).gpus;
+        assert_eq!(gpus.driver, DriverState::Unresponsive);
+        assert!(gpus.devices.is_empty() && gpus.nvlink_domains.value().is_none());
+    }
+
+    #[test]
+    fn a_class_stays_and_its_change_is_a_problem_that_is_told() {
+        let (now, mut classes) = (Instant::now(), Classes::default());
+        follow(None, answer("a6000-ecc-on"), now, &mut classes);
+        let gpus = follow(None, answer("a6000-ecc-off"), now, &mut classes).gpus;
+        assert_eq!(
+            gpus.devices[0].class,
+            Reading::Known("a6000-45g".to_string())
+        );
+        assert_eq!(gpus.devices[0].memory.total_mib, Reading::Known(49_140));
+        assert!(
+            gpus.problems[0].contains("would be `a6000-48g`"),
+            "{:?}",
+            gpus.problems
+        );
+    }
+
+    #[tokio::test]
+    async fn a_watch_shows_the_last_values_whatever_becomes_of_the_probe() {
+        let scripts = Scripts::new("watch");
+        let Probed::Answered(gpus) = answer("h100-sxm-1x-load") else {
+            unreachable!()
+        };
+        // The first probe answers, all others end without an answer.
+        let directory = scripts.path().display();
+        let script = format!(
+            "if [ -e {directory}/once ]; then exit 1; fi; touch {directory}/once; cat {directory}/answer"
+        );
+        let answer = serde_json::to_string(&gpus).unwrap();
+        std::fs::write(scripts.path().join("answer"), answer).unwrap();
+        let sources = GpuSources {
+            executable: Some(scripts.program("probe", &script)),
+            deadline: Duration::from_secs(120),
+            ..GpuSources::default()
+        };
+        let mut watch = GpuWatch::start(sources, Duration::from_millis(1)).unwrap();
+        watch.changed().await;
+        let seen = watch.latest(&|_| false).unwrap();
+        assert!(seen.devices[0].has(HealthCode::MemoryHeld));
+        assert_eq!(seen.driver, DriverState::Answering);
+        // Now one fails: what was known stays, and is stale.
+        watch.changed().await;
+        let seen = watch.latest(&|_| false).unwrap();
+        assert_eq!(seen.driver, DriverState::Failing);
+        assert!(matches!(seen.devices[0].uuid, Reading::Stale { .. }));
+    }
+}
