@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use llmgw_agent::command::{self as agent, AgentArgs};
 use llmgw_core::ctl::CtlArgs;
 use llmgw_core::policy::PolicyCommand;
 use llmgw_core::serve::ServerOptions;
@@ -27,6 +28,8 @@ struct Arguments {
 enum Command {
     /// Serve clients.
     Server(ServerArguments),
+    /// Look at this node as an agent would.
+    Agent(AgentArgs),
     /// Write out or check policies.
     #[command(subcommand)]
     Policy(PolicyCommand),
@@ -56,6 +59,7 @@ struct ServerArguments {
 fn main() -> ExitCode {
     match Arguments::parse().command {
         Command::Server(arguments) => server(arguments),
+        Command::Agent(arguments) => agent::main(arguments),
         Command::Policy(command) => policy::run(command),
         Command::Ctl(arguments) => ctl::main(arguments),
     }

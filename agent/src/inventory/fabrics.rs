@@ -21,9 +21,6 @@ pub struct MnnvlClique {
     pub clique: u32,
 }
 
-/// What to do about an ambiguous fabric.
-const LABEL_IT: &str = "label it under `fabrics` in agent.yaml";
-
 /// The fabrics of this node, and what is wrong with the labels.
 pub fn fabrics(
     labels: &[FabricLabel],
@@ -164,15 +161,15 @@ fn doubt(prefix: Option<&str>, sm_lid: Option<u32>, lids: &[u32]) -> Option<Stri
     let twice = lids.iter().find(|lid| !seen.insert(**lid));
     if let Some(lid) = twice {
         return Some(format!(
-            "two of its ports have LID {lid:#x}, so they are in two subnets; {LABEL_IT}"
+            "two of its ports have LID {lid:#x}, so they are in two subnets"
         ));
     }
     match (prefix, sm_lid) {
-        (None, _) => Some(format!("its subnet prefix cannot be read; {LABEL_IT}")),
-        (_, None) => Some(format!("its subnet manager is not known; {LABEL_IT}")),
-        (Some(DEFAULT_PREFIX), _) => Some(format!(
-            "every InfiniBand subnet has this prefix by default; {LABEL_IT}"
-        )),
+        (None, _) => Some("its subnet prefix cannot be read".to_owned()),
+        (_, None) => Some("its subnet manager is not known".to_owned()),
+        (Some(DEFAULT_PREFIX), _) => {
+            Some("every InfiniBand subnet has this prefix by default".to_owned())
+        }
         _ => None,
     }
 }
@@ -196,7 +193,7 @@ fn of_networks(adapters: &[&Adapter]) -> Vec<Fabric> {
         Fabric {
             name: format!("roce:{name}"),
             adapters: members.iter().map(|member| member.name()).collect(),
-            ambiguous: Some(format!("{doubt}; {LABEL_IT}")),
+            ambiguous: Some(doubt.to_owned()),
             decided_by: FabricDecision::IpSubnet {
                 subnet,
                 addresses: members

@@ -19,6 +19,8 @@ pub fn nvidia_gpus(sys: &Path) -> Result<Vec<String>, String> {
         Err(error) => return Err(format!("{}: {}", devices.display(), sysfs::cause(&error))),
     };
     addresses.retain(|address| is_address(address) && is_nvidia_gpu(&devices.join(address)));
+    // Hexadecimal digits of a fixed number: the alphabet's order is that of the bus.
+    addresses.sort();
     Ok(addresses)
 }
 

@@ -26,7 +26,14 @@ impl TempTree {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("llmgw-recorded-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
+        // In memory where there is a place for that: a tree is hundreds of files.
+        let memory = PathBuf::from("/dev/shm");
+        let base = if memory.is_dir() {
+            memory
+        } else {
+            std::env::temp_dir()
+        };
+        let path = base.join(name);
         fs::create_dir(&path).unwrap();
         TempTree { path }
     }

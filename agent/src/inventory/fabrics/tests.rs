@@ -67,7 +67,7 @@ fn a_dgx_has_one_fabric_for_engines_told_from_storage_by_the_subnet_manager() {
     assert_eq!(roce.standing, Standing::Secondary);
     assert_eq!(
         roce.ambiguous.as_deref(),
-        Some("the IP subnet of its address is not known; label it under `fabrics` in agent.yaml")
+        Some("the IP subnet of its address is not known")
     );
     assert_eq!(fabrics.len(), 4);
 }
