@@ -12,6 +12,8 @@ pub mod bounded;
 pub mod class;
 pub mod domains;
 pub mod facts;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzed;
 pub mod health;
 pub mod nvml;
 pub mod probe;

@@ -167,9 +167,10 @@ fn class(name: &str, total_mib: u64) -> String {
     }
 }
 
-/// To the nearest GiB, as operators write it.
+/// To the nearest GiB, as operators write it; never to none.
 fn rounded_gib(total_mib: u64) -> u64 {
-    total_mib / MIB_PER_GIB + u64::from(total_mib % MIB_PER_GIB >= MIB_PER_GIB / 2)
+    let nearest = total_mib / MIB_PER_GIB + u64::from(total_mib % MIB_PER_GIB >= MIB_PER_GIB / 2);
+    nearest.max(1)
 }
 
 /// The words of a name that tell models apart, in order: no brand, no size.
