@@ -13,8 +13,11 @@ use super::facts::{Cause, DriverFacts, GpuFacts};
 use super::smi::run::{Ran, RunError, Smi};
 use super::smi::{compute_apps, failure, links, list, query, read, topo};
 
+/// Asserts what must hold for an input.
+pub type Target = fn(&[u8]);
+
 /// Every target by its name.
-pub const TARGETS: [(&str, fn(&[u8])); 8] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("smi_query", smi_query),
     ("smi_compute_apps", smi_compute_apps),
     ("smi_topo", smi_topo),

@@ -102,3 +102,6 @@ fn ask_smi(path: Option<&Path>, deadline: Instant) -> Result<DriverFacts, Source
     };
     smi::read(&program)
 }
+
+#[cfg(test)]
+mod tests;

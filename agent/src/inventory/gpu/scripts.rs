@@ -45,3 +45,20 @@ impl Drop for Scripts {
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }
+
+/// Compiles `nvml/mock.c` into a library, with these definitions.
+pub fn mock_nvml(scripts: &Scripts, definitions: &[&str]) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/inventory/gpu/nvml/mock.c");
+    let library = scripts.path().join("libnvidia-ml.so.1");
+    let compiled = Command::new("cc")
+        .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
+        .args([&library, &source])
+        .args(definitions)
+        .status();
+    assert!(
+        compiled
+            .expect("a C compiler, which the build needs anyway")
+            .success()
+    );
+    library
+}
