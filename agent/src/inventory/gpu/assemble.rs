@@ -245,7 +245,14 @@ fn unify(memory: &mut GpuMemory, proc: &Path) {
         let available = field("MemAvailable")?;
         Ok(total.saturating_sub(available))
     });
-    memory.total_mib = total.map_or_else(Reading::Unknown, Reading::Known);
+    // Some drivers do report the total; it counts where the kernel's own can't be read.
+    match total {
+        Ok(total) => memory.total_mib = Reading::Known(total),
+        Err(why) if memory.total_mib.value().is_none() => {
+            memory.total_mib = Reading::Unknown(why);
+        }
+        Err(_) => {}
+    }
     memory.used_mib = used.map_or_else(Reading::Unknown, Reading::Known);
     memory.reserved_mib = Reading::unknown("the memory is the machine's");
 }

@@ -10,6 +10,7 @@ use llmgw_proto::inventory::gpu::{Backend, Gpus, SourceFailure};
 use super::assemble::{Machine, assemble, without_source};
 use super::class::{Model, class_of};
 use super::facts::{Cause, DriverFacts, GpuFacts};
+use super::health::settle_memory_held;
 use super::smi::run::{Ran, RunError, Smi};
 use super::smi::{compute_apps, failure, links, list, query, read, topo};
 
@@ -174,6 +175,7 @@ fn hold(gpus: &Gpus) {
             assert!(uuids.insert(uuid), "each uuid once");
         }
         assert!(gpu.health.iter().all(|flag| !flag.reason.is_empty()));
+        settle_memory_held(&mut gpu.clone(), &|_| true);
     }
     let mut placed = BTreeSet::new();
     for domain in gpus.nvlink_domains.value().into_iter().flatten() {

@@ -123,10 +123,9 @@ fn held(gpu: &Gpu, own: &dyn Fn(u32) -> bool) -> Option<String> {
         return None;
     }
     let used = *gpu.memory.used_mib.value()?;
-    let own_use: Option<u64> = processes
-        .iter()
-        .map(|process| process.memory_mib.value().copied())
-        .sum();
+    let own_use = processes.iter().try_fold(0_u64, |sum, process| {
+        Some(sum.saturating_add(*process.memory_mib.value()?))
+    });
     let unexplained = used.saturating_sub(own_use?);
     (unexplained >= IDLE_USE_MAX_MIB).then(|| match &gpu.processes {
         Reading::Unknown(why) => {

@@ -25,7 +25,8 @@ use run::{Ran, RunError, Smi};
 /// Without `--help-query-gpu` unknown fields are found one by one.
 const TRIES_MAX: usize = query::FIELDS.len();
 
-/// Reads everything. A failure of the first question is one of the source; a deadline at any of them too.
+/// Reads everything. Only a failure of the first question is one of the source: where a later one does not end in time, what it
+/// and those after it would have said is unknown.
 pub fn read(smi: &dyn Smi) -> Result<DriverFacts, SourceFailure> {
     let (ran, fields) = query_gpus(smi).map_err(|error| failure::not_run(&error))?;
     let answer = query::parse(&ran.stdout, &fields);
@@ -35,15 +36,25 @@ pub fn read(smi: &dyn Smi) -> Result<DriverFacts, SourceFailure> {
     let mut facts = DriverFacts {
         driver_version: answer.driver_version,
         cuda_version: Err(Cause::TooOld),
+        joined: not_joined_yet(answer.gpus.len()),
         gpus: answer.gpus,
-        joined: Ok(Vec::new()),
         problems: answer.problems,
     };
     facts
         .problems
         .retain(|problem| !problem.contains(failure::NO_DEVICES));
-    add_rest(smi, &mut facts).map_err(|error| failure::not_run(&error))?;
+    if let Err(error) = add_rest(smi, &mut facts) {
+        facts.problems.push(error.to_string());
+    }
     Ok(facts)
+}
+
+/// One GPU has nothing to be joined with.
+fn not_joined_yet(gpus: usize) -> Fact<Vec<(usize, usize)>> {
+    if gpus > 1 {
+        return Err(Cause::NotRead("nvidia-smi topo was not read".to_string()));
+    }
+    Ok(Vec::new())
 }
 
 /// The main question, asked again without the fields that this driver does not know: one of them voids all others.
@@ -103,6 +114,12 @@ fn add_rest(smi: &dyn Smi, facts: &mut DriverFacts) -> Result<(), RunError> {
 /// Adds slices, and the GPUs that the driver counts and gave no row for: it goes on listing lost ones.
 fn add_listing(facts: &mut DriverFacts, listing: list::Listing) {
     let mut without_row = Vec::new();
+    for handle in listing.handles {
+        let is_known = facts.gpus.iter().any(|gpu| gpu.pci == handle.pci);
+        if !is_known && handle.pci.is_ok() {
+            facts.gpus.push(handle.into_facts());
+        }
+    }
     for gpu in &mut facts.gpus {
         gpu.slices = Err(Cause::NotRead("nvidia-smi -L does not list it".to_string()));
     }
@@ -165,7 +182,6 @@ fn add_topology(smi: &dyn Smi, facts: &mut DriverFacts) -> Result<(), RunError> 
     let topology = match topo::parse(&smi.run(&["topo", "-m"])?.stdout) {
         Ok(topology) => topology,
         Err(cause) => {
-            // One GPU has nothing to be joined with.
             if facts.gpus.len() > 1 {
                 facts.joined = Err(cause);
             }

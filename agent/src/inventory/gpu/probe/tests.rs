@@ -184,7 +184,7 @@ fn a_program_that_hangs_is_left_before_the_probe_itself_is_killed() {
     assert!(
         gpus.passed_over[1]
             .message
-            .starts_with("`nvidia-smi --query-gpu=")
+            .starts_with("`nvidia-smi --query-gpu` had not answered ")
     );
 }
 

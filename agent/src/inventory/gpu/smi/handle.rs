@@ -1,6 +1,6 @@
 //! The line that nvidia-smi prints for a GPU that it can't open, in all its spellings.
 
-use crate::inventory::gpu::facts::{Cause, Fact, pci_address};
+use crate::inventory::gpu::facts::{Cause, Fact, GpuFacts, pci_address};
 
 const BEGINNING: &str = "Unable to determine the device handle for ";
 
@@ -35,6 +35,14 @@ impl BadHandle {
             pci: pci_address(&format!("{domain}:{bus}:{function}")),
             cause: Cause::from_driver(cause),
         })
+    }
+
+    /// A GPU of which this is all there is.
+    pub fn into_facts(self) -> GpuFacts {
+        let mut gpu = GpuFacts::unread(&self.cause);
+        gpu.pci = self.pci;
+        gpu.faults.push(self.cause);
+        gpu
     }
 }
 

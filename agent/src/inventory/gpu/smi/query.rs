@@ -148,12 +148,9 @@ impl Answer {
                 gpu.faults.push(handle.cause);
             }
         }
-        for handle in handles.take(GPUS_MAX.saturating_sub(self.gpus.len())) {
-            let mut gpu = GpuFacts::unread(&handle.cause);
-            gpu.pci = handle.pci;
-            gpu.faults.push(handle.cause);
-            self.gpus.push(gpu);
-        }
+        let room = GPUS_MAX.saturating_sub(self.gpus.len());
+        self.gpus
+            .extend(handles.take(room).map(BadHandle::into_facts));
     }
 
     fn complain(&mut self, problem: String) {

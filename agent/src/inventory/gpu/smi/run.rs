@@ -114,7 +114,7 @@ impl Smi for Program {
             unfinished => {
                 // One that hangs in the kernel outlives this; the probe's process group still shows it.
                 let _ = child.kill();
-                let arguments = arguments.join(" ");
+                let arguments = short(arguments);
                 return Err(match unfinished {
                     End::TooMuch => RunError::TooMuch { arguments },
                     _ => RunError::Deadline {
@@ -130,6 +130,15 @@ impl Smi for Program {
             stderr: String::from_utf8_lossy(&collected.stderr).into_owned(),
         })
     }
+}
+
+/// The question without the fields that it asks for.
+fn short(arguments: &[&str]) -> String {
+    let words = arguments
+        .iter()
+        .filter(|word| !word.starts_with("--format"));
+    let names: Vec<&str> = words.filter_map(|word| word.split('=').next()).collect();
+    names.join(" ")
 }
 
 impl fmt::Display for RunError {
