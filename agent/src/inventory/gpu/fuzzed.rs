@@ -217,7 +217,7 @@ mod tests {
     use std::path::PathBuf;
 
     /// At how many places each recording is cut off.
-    const CUTS: usize = 24;
+    const CUTS: usize = 12;
 
     fn files(directory: &Path, found: &mut Vec<PathBuf>) {
         for entry in std::fs::read_dir(directory).unwrap() {

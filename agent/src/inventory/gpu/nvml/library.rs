@@ -56,12 +56,22 @@ impl Library {
         if let Some(path) = path {
             return init(path.as_os_str()).map_err(|error| not_loaded(&error, &[path.into()]));
         }
-        let mut failure = match init(OsStr::new(SONAME)) {
-            Ok(library) => return Ok(library),
-            Err(error @ NvmlError::LibloadingError(_)) => not_loaded(&error, &[]),
-            Err(error) => return Err(not_loaded(&error, &[])),
-        };
-        for path in DIRECTORIES.map(|directory| Path::new(directory).join(SONAME)) {
+        match init(OsStr::new(SONAME)) {
+            Ok(library) => Ok(library),
+            Err(error @ NvmlError::LibloadingError(_)) => {
+                let usual = DIRECTORIES.iter().map(PathBuf::from);
+                Library::find_in(usual, not_loaded(&error, &[]))
+            }
+            Err(error) => Err(not_loaded(&error, &[])),
+        }
+    }
+
+    /// The first library in these directories that starts, or what became of the last one that is there.
+    fn find_in(
+        directories: impl Iterator<Item = PathBuf>,
+        mut failure: SourceFailure,
+    ) -> Result<Library, SourceFailure> {
+        for path in directories.map(|directory| directory.join(SONAME)) {
             if !path.exists() {
                 continue;
             }
@@ -396,5 +406,36 @@ fn fabric(state: u32, status: u32, clique_id: u32, cluster: [u8; 16]) -> Fabric 
         },
         clique_id,
         cluster_uuid: cluster.iter().map(|byte| format!("{byte:02x}")).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::gpu::scripts::{Scripts, mock_nvml};
+
+    #[test]
+    fn a_library_that_does_not_load_does_not_hide_the_next_one() {
+        let (broken, whole) = (
+            Scripts::new("broken-library"),
+            Scripts::new("whole-library"),
+        );
+        std::fs::write(broken.path().join(SONAME), "no library").unwrap();
+        mock_nvml(&whole, &[]);
+        let absent = || not_loaded(&NvmlError::LibraryNotFound, &[]);
+        let places = [broken.path(), Path::new("/nonexistent"), whole.path()];
+        let library = Library::find_in(places.iter().map(PathBuf::from), absent()).unwrap();
+        assert_eq!(library.gpu_count(), Ok(4));
+
+        let places = [broken.path().to_path_buf()];
+        let failure = Library::find_in(places.into_iter(), absent())
+            .err()
+            .unwrap();
+        assert_eq!(failure.cause, SourceCause::Other);
+        assert!(
+            failure.message.contains("libnvidia-ml.so.1"),
+            "{}",
+            failure.message
+        );
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -67,6 +67,13 @@ impl Program {
         let directories = std::env::split_paths(&on_path)
             .filter(|directory| directory.is_absolute())
             .chain(DIRECTORIES.iter().map(PathBuf::from));
+        Program::find_in(directories, deadline)
+    }
+
+    fn find_in(
+        directories: impl Iterator<Item = PathBuf>,
+        deadline: Instant,
+    ) -> Result<Program, RunError> {
         let mut tried = Vec::new();
         for directory in directories {
             let path = directory.join("nvidia-smi");
@@ -78,10 +85,6 @@ impl Program {
             }
         }
         Err(RunError::NotFound { tried })
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 }
 
@@ -169,3 +172,44 @@ impl fmt::Display for RunError {
 }
 
 impl std::error::Error for RunError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::gpu::scripts::Scripts;
+
+    #[test]
+    fn the_program_is_found_where_drivers_put_it_and_what_was_tried_is_told() {
+        let scripts = Scripts::new("find");
+        let path = scripts.program("nvidia-smi", "echo found");
+        let directories = || {
+            let empty = ["/nonexistent/bin", "/nonexistent/wsl", "/nonexistent/bin"];
+            empty.into_iter().map(PathBuf::from)
+        };
+        let deadline = Instant::now() + Duration::from_secs(120);
+        let there = directories().chain([scripts.path().to_path_buf()]);
+        let program = Program::find_in(there, deadline).unwrap();
+        assert_eq!(program.path, path);
+        assert_eq!(program.run(&["-L"]).unwrap().stdout, "found\n");
+
+        let error = Program::find_in(directories(), deadline).err().unwrap();
+        assert_eq!(
+            error.to_string(),
+            "there is no nvidia-smi in /nonexistent/bin, /nonexistent/wsl"
+        );
+    }
+
+    #[test]
+    fn a_program_that_prints_without_end_is_stopped() {
+        let scripts = Scripts::new("endless");
+        let path = scripts.program("nvidia-smi", "exec yes");
+        let deadline = Instant::now() + Duration::from_secs(120);
+        let error = Program::new(path, deadline)
+            .run(&["topo", "-m"])
+            .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "`nvidia-smi topo -m` printed more than 1048576 bytes"
+        );
+    }
+}
