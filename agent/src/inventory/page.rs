@@ -10,7 +10,7 @@ use llmgw_proto::inventory::gpu::{
 use llmgw_proto::inventory::host::RouteDecision;
 use llmgw_proto::inventory::{Fabric, Gpus, Inventory, Reading};
 
-mod layout;
+pub mod layout;
 
 use layout::{table, wrapped};
 
@@ -99,10 +99,11 @@ fn of_unlisted(gpus: &Gpus) -> Option<String> {
         1 => "a GPU".to_owned(),
         more => format!("{more} GPUs"),
     };
-    Some(format!(
-        "PCI has {count} that the driver does not list: {}",
-        unlisted.join(", ")
-    ))
+    let what = match gpus.driver {
+        DriverState::Answering => "that the driver does not list",
+        _ => "of which nothing else is known",
+    };
+    Some(format!("PCI has {count} {what}: {}", unlisted.join(", ")))
 }
 
 /// MIG is a way to use a GPU, no fault.

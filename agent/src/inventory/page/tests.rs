@@ -238,7 +238,7 @@ fn gpus_on_pci_without_any_driver_are_wrong_and_said_in_one_sentence() {
         page.starts_with(
             "node gpu-01: 3 things to look at\n  \
              - no NVIDIA driver is installed\n  \
-             - PCI has 8 GPUs that the driver does not list: 0000:1b:00.0, 0000:43:00.0,\n"
+             - PCI has 8 GPUs of which nothing else is known: 0000:1b:00.0, 0000:43:00.0,\n"
         ),
         "{page}"
     );
