@@ -11,7 +11,6 @@ const LINKS_MAX: u32 = 72;
 pub struct Links {
     pub uuid: String,
     pub up: Fact<u32>,
-    pub down: u32,
 }
 
 /// The GPUs in the answer; of one that is absent nothing is known.
@@ -22,7 +21,6 @@ pub fn parse(text: &str) -> Vec<Links> {
             gpus.push(Links {
                 uuid: gpu.uuid,
                 up: Err(Cause::Missing),
-                down: 0,
             });
             continue;
         }
@@ -32,10 +30,7 @@ pub fn parse(text: &str) -> Vec<Links> {
             Some(_) if !whole => gpu.up = Err(Cause::Missing),
             Some(true) if gpu.up.as_ref().is_ok_and(|up| *up >= LINKS_MAX) => {}
             Some(true) => gpu.up = Ok(gpu.up.as_ref().map_or(1, |up| up + 1)),
-            Some(false) => {
-                gpu.down = gpu.down.saturating_add(1);
-                gpu.up = Ok(*gpu.up.as_ref().unwrap_or(&0));
-            }
+            Some(false) => gpu.up = Ok(*gpu.up.as_ref().unwrap_or(&0)),
             None => gpu.up = message(line),
         }
     }
