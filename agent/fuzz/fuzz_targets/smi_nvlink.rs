@@ -1,3 +1,5 @@
+//! Holds what `fuzzed::smi_nvlink` asserts for any input.
+
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| llmgw_agent::inventory::gpu::fuzzed::smi_nvlink(data));
