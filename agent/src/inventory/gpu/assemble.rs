@@ -121,7 +121,11 @@ fn whole(facts: &GpuFacts, machine: &Machine<'_>) -> Gpu {
         unify(&mut gpu.memory, machine.proc);
     }
     gpu.class = class_of(&gpu.name, &gpu.memory.total_mib);
-    if let Some(node) = gpu.pci.value().and_then(|pci| numa(machine.sysfs, pci)) {
+    let node = gpu.pci.value().and_then(|pci| numa(machine.sysfs, pci));
+    // The kernel's number counts; where it has none, the driver's word.
+    if let Some(node) = node
+        && (node.known().is_some() || gpu.numa_node.known().is_none())
+    {
         gpu.numa_node = node;
     }
     gpu.health = flags(facts);

@@ -1,11 +1,15 @@
 //! What joins GPUs: the matrix, the links, the fabric.
 
+use std::path::Path;
+
 use llmgw_proto::inventory::Reading;
-use llmgw_proto::inventory::gpu::{FabricState, Gpus, HealthCode};
+use llmgw_proto::inventory::gpu::{Backend, FabricState, Gpus, HealthCode};
 
 use super::{Recorded, codes, inventory, names, of, reason, recording};
+use crate::inventory::gpu::assemble::{Machine, assemble};
 use crate::inventory::gpu::facts::{Cause, DriverFacts};
-use crate::inventory::gpu::smi::{links, query, topo};
+use crate::inventory::gpu::scripts::Scripts;
+use crate::inventory::gpu::smi::{links, query, read, topo};
 
 #[test]
 fn domains_are_connected_components_of_the_matrix() {
@@ -78,15 +82,37 @@ fn a_gpu_that_nothing_joins_to_the_others_is_alone() {
 }
 
 #[test]
-fn numa_nodes_come_from_the_matrix_where_the_kernel_names_none() {
+fn numa_nodes_are_the_kernel_s_and_else_the_matrix_s() {
     let smi = Recorded::new("gb200-4x").with_file("topo -m", "topo/hgx-h100-4gpu-nv6.txt");
-    let gpus = of(&smi);
-    let nodes: Vec<Option<u32>> = gpus
-        .devices
-        .iter()
-        .map(|gpu| gpu.numa_node.known().copied())
-        .collect();
-    assert_eq!(nodes, [Some(3), Some(1), Some(7), Some(5)]);
+    let facts = read(&smi).unwrap();
+    let sysfs = Scripts::new("numa");
+    // Of the four devices the kernel has no file, a number, none (-1), and nonsense.
+    for (device, node) in [("0009", "6"), ("0018", "-1"), ("0019", "x")] {
+        let device = format!("bus/pci/devices/{device}:01:00.0");
+        let device = sysfs.path().join(device);
+        std::fs::create_dir_all(&device).unwrap();
+        std::fs::write(device.join("numa_node"), format!("{node}\n")).unwrap();
+    }
+    let machine = Machine {
+        proc: Path::new("/nonexistent"),
+        sysfs: sysfs.path(),
+    };
+    let nodes = |facts: &DriverFacts| -> Vec<Reading<u32>> {
+        let gpus = assemble(facts, Backend::NvidiaSmi, Vec::new(), &machine);
+        gpus.devices.into_iter().map(|gpu| gpu.numa_node).collect()
+    };
+    assert_eq!(nodes(&facts), [3, 6, 7, 5].map(Reading::Known));
+
+    let without_matrix = read(&Recorded::new("gb200-4x")).unwrap();
+    assert_eq!(
+        nodes(&without_matrix),
+        [
+            Reading::unknown("nvidia-smi topo -m was not read"),
+            Reading::Known(6),
+            Reading::unknown("the kernel names none"),
+            Reading::unknown("the kernel's file holds no number"),
+        ]
+    );
 }
 
 #[test]
