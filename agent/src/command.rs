@@ -3,7 +3,7 @@
 //! Exit status: 0 done, also on a node with much to complain about; 1 the page could not be written; 2 usage or configuration.
 
 use std::io::{self, ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -102,6 +102,7 @@ fn inventory(arguments: &InventoryArgs) -> Result<(), CommandError> {
         },
         sys: arguments.sysfs.clone(),
         proc: PathBuf::from("/proc"),
+        dev: (arguments.sysfs == Path::new("/sys")).then(|| PathBuf::from("/dev")),
         config,
     };
     let found = inventory::collect(&sources);

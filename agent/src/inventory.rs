@@ -30,6 +30,8 @@ pub struct Sources {
     pub sys: PathBuf,
     /// The root of procfs, `/proc`.
     pub proc: PathBuf,
+    /// Where device nodes are, `/dev`; `None` where `sys` is not this machine's.
+    pub dev: Option<PathBuf>,
     pub config: AgentConfig,
 }
 
@@ -46,7 +48,11 @@ pub fn assemble(
     addresses: &Result<Vec<InterfaceAddress>, String>,
 ) -> Inventory {
     let Sources {
-        sys, proc, config, ..
+        sys,
+        proc,
+        dev,
+        config,
+        ..
     } = sources;
     let mut problems = Vec::new();
     match pci::nvidia_gpus(sys) {
@@ -65,7 +71,7 @@ pub fn assemble(
     if let (Some(server), Reading::Unknown(why)) = (&route.server, &route.source) {
         problems.push(format!("no way to the server {server}: {why}"));
     }
-    let mut adapters = infiniband::adapters(sys).unwrap_or_else(|why| {
+    let mut adapters = infiniband::adapters(sys, dev.as_deref()).unwrap_or_else(|why| {
         problems.push(format!("adapters cannot be listed: {why}"));
         Vec::new()
     });

@@ -3,6 +3,7 @@
 //! A file that cannot be read makes one value unknown. Nothing here fails.
 
 use std::collections::BTreeMap;
+use std::fs::OpenOptions;
 use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -30,18 +31,45 @@ const GIDS_MAX: usize = 1024;
 const NVSWITCH_MARK: &str = "SMDL=SW_MNG";
 
 /// The ports of all devices. `Err`: there is a class directory that cannot be listed; without one there are none.
-pub fn adapters(sys: &Path) -> Result<Vec<Adapter>, String> {
+/// `dev`: where device nodes are, `None` for a `sys` that is not this machine's.
+pub fn adapters(sys: &Path, dev: Option<&Path>) -> Result<Vec<Adapter>, String> {
     let class = sys.join("class/infiniband");
     let names = match sysfs::names(&class) {
         Ok(names) => names,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(format!("{}: {}", class.display(), sysfs::cause(&error))),
     };
-    Ok(names
-        .iter()
-        .take(DEVICES_MAX)
-        .flat_map(|name| Device::read(sys, name).adapters())
-        .collect())
+    let nodes = dev.map(|dev| (dev, verbs_nodes(sys)));
+    let one = |name: &String| {
+        let mut device = Device::read(sys, name);
+        device.marks.closed_node = nodes
+            .as_ref()
+            .and_then(|(dev, nodes)| closed_node(dev, nodes.get(name)));
+        device.adapters()
+    };
+    Ok(names.iter().take(DEVICES_MAX).flat_map(one).collect())
+}
+
+/// The device nodes by adapter, as `uverbs0`.
+fn verbs_nodes(sys: &Path) -> BTreeMap<String, String> {
+    let class = sys.join("class/infiniband_verbs");
+    let nodes = sysfs::names(&class).unwrap_or_default();
+    nodes
+        .into_iter()
+        .filter_map(|node| Some((sysfs::value(&class.join(&node), "ibdev").ok()?, node)))
+        .collect()
+}
+
+/// Why a device cannot be opened. In a container `/sys` shows all devices, also those that it was not given.
+fn closed_node(dev: &Path, node: Option<&String>) -> Option<String> {
+    let Some(node) = node else {
+        return Some("it has no device node: is the module ib_uverbs loaded?".to_owned());
+    };
+    let path = dev.join("infiniband").join(node);
+    match OpenOptions::new().read(true).write(true).open(&path) {
+        Ok(_) => None,
+        Err(error) => Some(format!("{}: {}", path.display(), sysfs::cause(&error))),
+    }
 }
 
 /// Versions of the drivers behind the adapters, as far as they say one.
@@ -106,7 +134,7 @@ impl<'s> Device<'s> {
             shared,
             marks: Marks {
                 is_nvswitch_bridge: vpd.contains(NVSWITCH_MARK),
-                is_interface_down: false,
+                ..Marks::default()
             },
         }
     }
@@ -133,7 +161,7 @@ impl<'s> Device<'s> {
             adapter.reasons = vec![Reason::new(ReasonCode::Unreadable, detail)];
             return adapter;
         }
-        (adapter.usability, adapter.reasons) = judge(&adapter, self.marks);
+        (adapter.usability, adapter.reasons) = judge(&adapter, &self.marks);
         // That nothing is known of its transport goes without saying.
         adapter
             .reasons
@@ -153,7 +181,7 @@ impl<'s> Device<'s> {
         adapter.lid = sysfs::parsed(&path, "lid", text::lid);
         adapter.sm_lid = sysfs::parsed(&path, "sm_lid", text::lid);
         self.set_addresses(&path, port, &mut adapter);
-        let mut marks = self.marks;
+        let mut marks = self.marks.clone();
         if let Some(netdev) = adapter.netdev.value() {
             let class = self.sys.join("class/net").join(netdev);
             adapter.netdev_members = members(&class);
@@ -161,7 +189,7 @@ impl<'s> Device<'s> {
             marks.is_interface_down = adapter.kind != AdapterKind::Infiniband
                 && sysfs::value(&class, "operstate").is_ok_and(|state| state == "down");
         }
-        (adapter.usability, adapter.reasons) = judge(&adapter, marks);
+        (adapter.usability, adapter.reasons) = judge(&adapter, &marks);
         adapter
     }
 

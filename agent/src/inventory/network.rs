@@ -111,7 +111,7 @@ pub fn ipv4_routes(text: &str) -> Vec<Ipv4Route> {
         Some(Ipv4Addr::from(bits.to_ne_bytes()))
     };
     let one = |line: &str| {
-        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        let fields: Vec<&str> = line.split_whitespace().collect();
         let &[
             interface,
             destination,
@@ -141,7 +141,7 @@ pub fn ipv4_routes(text: &str) -> Vec<Ipv4Route> {
 /// The interface of the IPv6 default route in `/proc/net/ipv6_route`.
 pub fn ipv6_default(text: &str) -> Option<String> {
     let one = |line: &str| {
-        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        let fields: Vec<&str> = line.split_whitespace().collect();
         let &[destination, bits, _, _, _, metric, _, _, flags, interface] = fields.as_slice()
         else {
             return None;

@@ -128,7 +128,10 @@ fn of_adapter(adapter: &Adapter) -> Option<String> {
     let is_fault = |code: ReasonCode| {
         matches!(
             code,
-            ReasonCode::Unreadable | ReasonCode::Recovering | ReasonCode::InterfaceDown
+            ReasonCode::Unreadable
+                | ReasonCode::NoDeviceNode
+                | ReasonCode::Recovering
+                | ReasonCode::InterfaceDown
         )
     };
     let reason = adapter

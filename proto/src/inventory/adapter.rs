@@ -108,6 +108,8 @@ pub enum ReasonCode {
     NoPorts,
     /// What decides could not be read.
     Unreadable,
+    /// `/dev/infiniband/uverbsN` is missing, or this process may not open it, as in a container that was not given the device.
+    NoDeviceNode,
     /// Spoken by libfabric, not by NCCL's verbs.
     Efa,
     Usnic,

@@ -10,7 +10,7 @@ use crate::recorded;
 
 fn adapters(tree: &str) -> Vec<Adapter> {
     let tree = recorded::sysfs(tree);
-    infiniband::adapters(&tree.path().join("sys")).unwrap()
+    infiniband::adapters(&tree.path().join("sys"), None).unwrap()
 }
 
 fn of(tree: &str) -> Vec<Fabric> {

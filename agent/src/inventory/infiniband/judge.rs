@@ -6,22 +6,27 @@ use llmgw_proto::inventory::adapter::{
 use llmgw_proto::inventory::{Adapter, Reading};
 
 /// What decides beside the adapter's own fields.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Marks {
     /// Its vital product data says that it manages NVSwitches.
     pub is_nvswitch_bridge: bool,
     /// The interface that carries the port says that it is down.
     pub is_interface_down: bool,
+    /// Why its device node cannot be opened.
+    pub closed_node: Option<String>,
 }
 
 /// The verdict and its reasons.
-pub fn judge(adapter: &Adapter, marks: Marks) -> (Usability, Vec<Reason>) {
+pub fn judge(adapter: &Adapter, marks: &Marks) -> (Usability, Vec<Reason>) {
     let mut reasons = Vec::new();
     reasons.extend(transport(adapter.kind));
     reasons.extend(function(adapter.function));
     if marks.is_nvswitch_bridge {
         let detail = "manages this node's NVSwitches";
         reasons.push(Reason::new(ReasonCode::NvswitchBridge, detail));
+    }
+    if let Some(why) = &marks.closed_node {
+        reasons.push(Reason::new(ReasonCode::NoDeviceNode, why));
     }
     if adapter.port.is_none() {
         reasons.push(Reason::new(ReasonCode::NoPorts, "the device has no ports"));

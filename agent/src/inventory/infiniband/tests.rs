@@ -8,7 +8,7 @@ use super::*;
 use crate::recorded::{TempTree, sysfs as recorded};
 
 fn read(tree: &TempTree) -> Vec<Adapter> {
-    adapters(&tree.path().join("sys")).unwrap()
+    adapters(&tree.path().join("sys"), None).unwrap()
 }
 
 fn of(name: &str) -> Vec<Adapter> {
@@ -104,14 +104,17 @@ const TREES: [&str; 10] = [
 #[test]
 fn a_machine_without_infiniband_has_no_adapters_and_that_is_no_error() {
     assert_eq!(of("no-infiniband"), []);
-    assert_eq!(adapters(std::path::Path::new("/nowhere")), Ok(Vec::new()));
+    assert_eq!(
+        adapters(std::path::Path::new("/nowhere"), None),
+        Ok(Vec::new())
+    );
 }
 
 #[test]
 fn a_class_that_cannot_be_listed_is_said_not_taken_for_empty() {
     let tree = TempTree::empty();
     tree.add("@ sys/class\ninfiniband = a file\n");
-    let why = adapters(&tree.path().join("sys")).unwrap_err();
+    let why = adapters(&tree.path().join("sys"), None).unwrap_err();
     assert!(why.ends_with("class/infiniband: not a directory"), "{why}");
 }
 
@@ -435,7 +438,7 @@ fn each_driver_is_listed_once_with_its_version_or_as_the_kernels_own() {
     let tree = recorded("quirks");
     tree.add("@ sys/module\nmlx5_core/version = 24.10-1.1.4\n");
     let sys = tree.path().join("sys");
-    let versions = driver_versions(&sys, &adapters(&sys).unwrap());
+    let versions = driver_versions(&sys, &adapters(&sys, None).unwrap());
     let names: Vec<&str> = versions.keys().map(String::as_str).collect();
     assert_eq!(names, ["bnxt_en", "hfi1", "ice", "mlx5_core"]);
     assert_eq!(
@@ -443,4 +446,34 @@ fn each_driver_is_listed_once_with_its_version_or_as_the_kernels_own() {
         Reading::Known("24.10-1.1.4".to_owned())
     );
     assert_eq!(said(&versions["ice"]), "the kernel's own");
+}
+
+#[test]
+fn a_device_that_this_process_may_not_open_is_refused_though_its_port_is_up() {
+    let tree = recorded("dgx-h100");
+    tree.add(
+        "@ sys/class/infiniband_verbs\n\
+         uverbs0/ibdev = mlx5_0\n\
+         uverbs1/ibdev = mlx5_3\n\
+         uverbs2/ibdev = mlx5_4\n\
+         @ dev/infiniband\n\
+         uverbs0 =\n\
+         uverbs2 !\n",
+    );
+    let dev = tree.path().join("dev");
+    let adapters = adapters(&tree.path().join("sys"), Some(&dev)).unwrap();
+    assert!(find(&adapters, "mlx5_0").is_usable());
+    for (name, expected) in [
+        ("mlx5_3", "infiniband/uverbs1: no such file"),
+        ("mlx5_4", "infiniband/uverbs2: is a directory"),
+        (
+            "mlx5_5",
+            "it has no device node: is the module ib_uverbs loaded?",
+        ),
+    ] {
+        let adapter = find(&adapters, name);
+        assert_eq!(codes(adapter), [ReasonCode::NoDeviceNode], "{name}");
+        let detail = &adapter.reasons[0].detail;
+        assert!(detail.ends_with(expected), "{detail}");
+    }
 }

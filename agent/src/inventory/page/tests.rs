@@ -104,6 +104,7 @@ fn node(tree: &TempTree, gpus: Gpus) -> Inventory {
         gpus: GpuSources::default(),
         sys: tree.path().join("sys"),
         proc: tree.path().join("proc"),
+        dev: None,
         config: AgentConfig::default(),
     };
     assemble(&sources, gpus, &Ok(Vec::new()))
@@ -370,6 +371,7 @@ fn labels_and_the_node_of_the_configuration_are_registered() {
         gpus: GpuSources::default(),
         sys: tree.path().join("sys"),
         proc: tree.path().join("proc"),
+        dev: None,
         config: config.unwrap(),
     };
     let inventory = assemble(&sources, no_gpus(), &Ok(Vec::new()));
