@@ -248,6 +248,29 @@ mod tests {
     }
 
     #[test]
+    fn every_recording_says_where_it_is_from() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/recordings/hw");
+        let mut recordings = Vec::new();
+        files(&root.join("smi"), &mut recordings);
+        files(&root.join("nvml"), &mut recordings);
+        let table = std::fs::read_to_string(root.join("gpus.tsv")).unwrap();
+        let sources: std::collections::BTreeMap<&str, &str> = table
+            .lines()
+            .filter(|line| !line.starts_with('#'))
+            .filter_map(|line| line.split_once('\t'))
+            .collect();
+        assert_eq!(sources.len(), recordings.len());
+        for path in recordings {
+            let name = path.strip_prefix(&root).unwrap().to_str().unwrap();
+            let source = sources.get(name).unwrap_or_else(|| panic!("{name}"));
+            assert!(
+                ["R\t", "C\t"].iter().any(|kind| source.starts_with(kind)),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
     fn every_target_has_its_file_in_the_fuzz_crate() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
         let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
