@@ -4,6 +4,7 @@
 //! Credentials are kept out of it (`mask`).
 
 mod expand;
+mod field;
 mod mask;
 pub mod problem;
 pub mod read;

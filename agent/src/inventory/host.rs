@@ -44,8 +44,8 @@ pub fn host(sys: &Path, proc: &Path, drivers: BTreeMap<String, Reading<String>>)
 fn cpu(sys: &Path, proc: &Path, cgroups: &Cgroups) -> Cpu {
     let cpuinfo = sysfs::read(&proc.join("cpuinfo"), CPUINFO_MAX_BYTES).unwrap_or_default();
     let directory = sys.join("devices/system/cpu");
-    let listed = sysfs::value(&directory, "online").and_then(|text| {
-        cpu_list(&text).ok_or_else(|| format!("`online` reads `{}`", sysfs::shown(&text)))
+    let listed = sysfs::value(sys, "devices/system/cpu/online").and_then(|text| {
+        cpu_list(&text).ok_or_else(|| format!("processors read `{}`", sysfs::shown(&text)))
     });
     let threads = match (&listed, processors(&cpuinfo)) {
         (Ok(online), _) => Reading::Known(count(online)),
@@ -80,7 +80,7 @@ fn cpu(sys: &Path, proc: &Path, cgroups: &Cgroups) -> Cpu {
         // Threads of one core name the same siblings; core numbers repeat between dies.
         cores: topology("thread_siblings_list"),
         threads,
-        numa_nodes: sysfs::parsed(&sys.join("devices/system/node"), "online", |text| {
+        numa_nodes: sysfs::parsed(sys, "devices/system/node/online", |text| {
             cpu_list(text).map(|nodes| count(&nodes))
         }),
         available_millis,
@@ -300,10 +300,11 @@ cpu/cpu6/topology/thread_siblings_list = 6
     fn nothing_to_read_makes_everything_unknown_and_nothing_zero() {
         let host = read(&TempTree::empty());
         let why = "`meminfo`: no such file";
+        let no_list = "`devices/system/cpu/online`: no such file";
         assert_eq!(host.memory.total_bytes, Reading::unknown(why));
         assert_eq!(host.memory.available_bytes, Reading::unknown(why));
-        assert_eq!(host.cpu.threads, Reading::unknown("`online`: no such file"));
-        assert_eq!(host.cpu.sockets, Reading::unknown("`online`: no such file"));
+        assert_eq!(host.cpu.threads, Reading::unknown(no_list));
+        assert_eq!(host.cpu.sockets, Reading::unknown(no_list));
         assert_eq!(
             host.cpu.available_millis,
             Reading::unknown("neither the machine nor a limit says")

@@ -6,24 +6,13 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
+pub use super::field::{Field, Fields};
+
 use super::expand::{Expanded, expand};
 use super::problem::{Finding, Place, Step};
 use super::suggest::suggestion;
 use super::yaml::{Node, shown};
 use crate::units::{ByteSize, HumanDuration, UnitError};
-
-/// A node and where it is.
-#[derive(Clone)]
-pub struct Field<'n> {
-    pub node: &'n Node,
-    pub place: Place,
-}
-
-/// The entries of a mapping whose keys are known.
-pub struct Fields<'n> {
-    place: Place,
-    entries: Vec<(&'n str, &'n Node)>,
-}
 
 /// The problems found so far, and where `${VAR}` is looked up.
 pub struct Report<'e> {
@@ -479,37 +468,5 @@ impl<'e> Report<'e> {
         }
         let wrong = format!("expected {expected}, found {}", field.node.describe());
         self.add(&field.place, wrong, right);
-    }
-}
-
-impl<'n> Field<'n> {
-    /// Empty for what is no list.
-    fn items(&self) -> Vec<Field<'n>> {
-        let Node::List(items) = self.node else {
-            return Vec::new();
-        };
-        let one = |(index, node)| Field {
-            node,
-            place: self.place.index(index),
-        };
-        items.iter().enumerate().map(one).collect()
-    }
-}
-
-impl<'n> Fields<'n> {
-    /// Of what is no mapping.
-    pub fn none(place: Place) -> Self {
-        Fields {
-            place,
-            entries: Vec::new(),
-        }
-    }
-
-    pub fn get(&self, key: &str) -> Option<Field<'n>> {
-        let (_, node) = self.entries.iter().find(|(name, _)| *name == key)?;
-        Some(Field {
-            node,
-            place: self.place.key(key),
-        })
     }
 }
