@@ -27,6 +27,8 @@ const OUTPUT_MAX_BYTES: usize = 4 << 20;
 /// How long a killed probe is waited for before it counts as stuck.
 const REAP_WAIT: Duration = Duration::from_millis(200);
 const REAP_TICK: Duration = Duration::from_millis(5);
+/// Where this process's own children are looked at, whatever else is read from elsewhere.
+const PROC: &str = "/proc";
 
 /// Where GPUs are looked for.
 #[derive(Debug, Clone)]
@@ -35,7 +37,9 @@ pub struct GpuSources {
     pub nvidia_smi: Option<PathBuf>,
     /// Load this NVML library instead of looking for one.
     pub nvml_library: Option<PathBuf>,
+    /// Has `meminfo`, for unified memory.
     pub proc: PathBuf,
+    /// Has `bus/pci/devices`, for NUMA nodes.
     pub sysfs: PathBuf,
     /// The executable whose `agent probe-gpus` is the probe; `None`: this one.
     pub executable: Option<PathBuf>,
@@ -161,19 +165,19 @@ impl Prober {
             }
             Err(error) => broken(format!("the probe can't be read: {error}")),
         };
-        self.stuck = Stuck::outlives(child, group, started, &self.sources.proc);
+        self.stuck = Stuck::outlives(child, group, started);
         probed
     }
 
     /// Whether the last probe still is there; if not, it is forgotten.
     fn still_stuck(&mut self) -> Option<Probed> {
         let stuck = self.stuck.as_mut()?;
-        if !stuck.is_alive(&self.sources.proc) {
+        if !stuck.is_alive() {
             self.stuck = None;
             return None;
         }
         let said = format!(
-            "a probe hangs in the driver since {} s (process group {}); no other is started beside it",
+            "a probe has hung in the driver for {} s (process group {}); no other is started beside it",
             stuck.since.elapsed().as_secs(),
             stuck.group
         );
@@ -217,14 +221,14 @@ impl Prober {
 
 impl Stuck {
     /// Waits a moment for the killed group to go. `None`: it went.
-    fn outlives(child: Child, group: Pid, since: Instant, proc: &Path) -> Option<Stuck> {
+    fn outlives(child: Child, group: Pid, since: Instant) -> Option<Stuck> {
         let mut stuck = Stuck {
             child,
             group,
             since,
         };
         let until = Instant::now() + REAP_WAIT;
-        while stuck.is_alive(proc) {
+        while stuck.is_alive() {
             if Instant::now() >= until {
                 return Some(stuck);
             }
@@ -234,11 +238,11 @@ impl Stuck {
     }
 
     /// Reaps the child if it can be, without waiting; then looks for any other of its group.
-    fn is_alive(&mut self, proc: &Path) -> bool {
+    fn is_alive(&mut self) -> bool {
         match self.child.try_wait() {
             Ok(None) => true,
             // Somebody else reaped it, or it is reaped now.
-            Ok(Some(_)) | Err(_) => is_group_alive(proc, self.group),
+            Ok(Some(_)) | Err(_) => is_group_alive(self.group),
         }
     }
 }
@@ -285,13 +289,13 @@ fn kill_group(group: Pid) {
 }
 
 /// Whether any process of a group lives. Zombies that nobody reaps are dead.
-fn is_group_alive(proc: &Path, group: Pid) -> bool {
+fn is_group_alive(group: Pid) -> bool {
     let everybody = Pid::from_raw(-group.as_raw());
     if kill(everybody, None) == Err(Errno::ESRCH) {
         return false;
     }
     // Where the processes can't be looked at, the signal's word counts.
-    has_living_member(proc, group).unwrap_or(true)
+    has_living_member(Path::new(PROC), group).unwrap_or(true)
 }
 
 fn has_living_member(proc: &Path, group: Pid) -> io::Result<bool> {

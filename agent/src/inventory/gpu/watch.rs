@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use llmgw_proto::inventory::Reading;
-use llmgw_proto::inventory::gpu::{DriverState, Gpus};
+use llmgw_proto::inventory::gpu::{Backend, DriverState, Gpus, SourceCause};
 use tokio::sync::watch;
 
 use super::class::Classes;
@@ -135,10 +135,17 @@ fn keep_classes(gpus: &mut Gpus, classes: &mut Classes) {
 
 /// Tells the log what changed about the sources; a fallback is never silent.
 fn log_change(before: Option<&Gpus>, now: &Gpus) {
+    // Messages may count seconds; that alone is no change.
+    let causes = |gpus: &Gpus| -> Vec<(Backend, SourceCause)> {
+        let failures = gpus.passed_over.iter();
+        failures
+            .map(|failure| (failure.source, failure.cause))
+            .collect()
+    };
     let is_same = before.is_some_and(|before| {
         before.driver == now.driver
             && before.backend == now.backend
-            && before.passed_over == now.passed_over
+            && causes(before) == causes(now)
     });
     if !is_same {
         log_sources(now);
@@ -176,7 +183,7 @@ mod tests {
     use crate::inventory::gpu::facts::source_failure;
     use crate::inventory::gpu::scripts::Scripts;
     use crate::inventory::gpu::smi;
-    use llmgw_proto::inventory::gpu::{Backend, HealthCode, SourceCause};
+    use llmgw_proto::inventory::gpu::HealthCode;
 
     fn answer(rows: &str) -> Probed {
         let smi = smi::tests::Recorded::new(rows);
