@@ -252,6 +252,12 @@ pub fn pci_address(text: &str) -> Fact<String> {
     }
 }
 
+/// `1 slice`, `4 slices`.
+pub fn counted(count: usize, one: &str, many: &str) -> String {
+    let noun = if count == 1 { one } else { many };
+    format!("{count} {noun}")
+}
+
 /// Foreign text as it may be shown: one line, no control characters, cut.
 pub fn quote(text: &str) -> String {
     let mut quoted: String = text

@@ -3,7 +3,7 @@
 use llmgw_proto::inventory::Reading;
 use llmgw_proto::inventory::gpu::{FabricState, Gpu, GpuProcess, HealthCode, HealthFlag};
 
-use super::facts::{Cause, FabricFacts, GpuFacts};
+use super::facts::{Cause, FabricFacts, GpuFacts, counted};
 
 /// An idle GPU shows up to this much as used: what the driver reserves (472 MiB on an H100 by NVML's old count),
 /// a desktop (596 MiB). More without a process is memory that somebody left behind.
@@ -34,7 +34,10 @@ pub fn flags(facts: &GpuFacts) -> Vec<HealthFlag> {
         let reason = match (&facts.slices, slices) {
             (Err(cause), _) => format!("MIG is on, and its slices are unknown: {cause}"),
             (Ok(_), 0) => "MIG is on, and it has no slices".to_string(),
-            (Ok(_), count) => format!("MIG is on: its {count} slices are offered instead"),
+            (Ok(_), count) => {
+                let slices = counted(count, "slice is", "slices are");
+                format!("MIG is on: its {slices} offered instead")
+            }
         };
         add(&mut flags, HealthCode::Mig, reason);
     }
@@ -45,7 +48,8 @@ pub fn flags(facts: &GpuFacts) -> Vec<HealthFlag> {
 /// Volatile errors and rows that wait or failed are faults; the aggregate alone is history.
 fn memory_errors(facts: &GpuFacts, flags: &mut Vec<HealthFlag>) {
     if let Ok(count @ 1..) = facts.ecc_volatile {
-        let reason = format!("{count} uncorrected memory errors since the driver was loaded");
+        let errors = if count == 1 { "error" } else { "errors" };
+        let reason = format!("{count} uncorrected memory {errors} since the driver was loaded");
         add(flags, HealthCode::UncorrectedEcc, reason);
     }
     if facts.remap_pending == Ok(true) {
@@ -114,7 +118,10 @@ fn held(gpu: &Gpu, own: &dyn Fn(u32) -> bool) -> Option<String> {
         };
         let more = match foreign.len() - 1 {
             0 => String::new(),
-            others => format!(", and {others} more processes use it"),
+            others => {
+                let others = counted(others, "more process uses", "more processes use");
+                format!(", and {others} it")
+            }
         };
         return Some(format!("process {} holds {memory}{more}", largest.pid));
     }

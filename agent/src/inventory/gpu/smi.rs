@@ -19,7 +19,7 @@ pub mod tests;
 
 use llmgw_proto::inventory::gpu::SourceFailure;
 
-use super::facts::{Cause, DriverFacts, Fact, GpuFacts, quote};
+use super::facts::{Cause, DriverFacts, Fact, GpuFacts, counted};
 use run::{Ran, RunError, Smi};
 
 /// Without `--help-query-gpu` unknown fields are found one by one.
@@ -158,13 +158,11 @@ fn name(gpu: &mut GpuFacts, listed: list::ListedGpu) {
 fn add_processes(facts: &mut DriverFacts, ran: &Ran) {
     let answer = compute_apps::parse(&ran.stdout);
     // An empty answer means none only where the question succeeded.
-    let others: Fact<Vec<_>> = if ran.status == Some(0) && answer.problems.is_empty() {
+    let others = if ran.status == Some(0) && answer.problem.is_none() {
         Ok(Vec::new())
     } else {
-        Err(Cause::NotRead(format!(
-            "nvidia-smi's list of processes was not understood: {}",
-            quote(ran.stdout.lines().next().unwrap_or("it is empty"))
-        )))
+        let why = "nvidia-smi's list of processes was not understood";
+        Err(Cause::NotRead(why.to_string()))
     };
     for gpu in &mut facts.gpus {
         let own = gpu
@@ -174,7 +172,7 @@ fn add_processes(facts: &mut DriverFacts, ran: &Ran) {
             .and_then(|uuid| answer.by_gpu.get(uuid));
         gpu.processes = own.cloned().unwrap_or_else(|| others.clone());
     }
-    facts.problems.extend(answer.problems);
+    facts.problems.extend(answer.problem);
 }
 
 /// Which GPUs NVLink joins: what the matrix shows, as far as the driver lets the pair use it.
@@ -196,12 +194,14 @@ fn add_topology(smi: &dyn Smi, facts: &mut DriverFacts) -> Result<(), RunError> 
             let (usable, refused): (Vec<_>, Vec<_>) =
                 joined.into_iter().partition(|pair| peers.contains(pair));
             joined = usable;
-            facts.problems.extend(refused.first().map(|(first, second)| {
-                format!(
-                    "{} pairs have NVLinks and may not use them, GPU{first} and GPU{second} for one",
-                    refused.len()
-                )
-            }));
+            facts
+                .problems
+                .extend(refused.first().map(|(first, second)| {
+                    format!(
+                        "{} NVLinks and may not use them, GPU{first} and GPU{second} for one",
+                        counted(refused.len(), "pair has", "pairs have")
+                    )
+                }));
         }
     }
     facts.problems.extend(topology.problems);

@@ -5,36 +5,39 @@ use std::collections::BTreeMap;
 use llmgw_proto::inventory::gpu::GpuProcess;
 
 use super::cells;
-use crate::inventory::gpu::facts::{Fact, quote, reading};
+use crate::inventory::gpu::facts::{Fact, counted, quote, reading};
 
 /// What is asked for. The name of a process is left out: it may hold commas.
 pub const FIELDS: &str = "pid,gpu_uuid,used_memory";
 
 const PROCESSES_PER_GPU_MAX: usize = 256;
 const GPUS_MAX: usize = 512;
-const PROBLEMS_MAX: usize = 8;
 
 /// The processes by the GPU's uuid, as far as they could be read. A GPU that is absent has none.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Answer {
     pub by_gpu: BTreeMap<String, Fact<Vec<GpuProcess>>>,
-    pub problems: Vec<String>,
+    /// That there were lines that are no rows.
+    pub problem: Option<String>,
 }
 
 /// Reads rows of pid, uuid and memory, or of uuid, pid, name and memory: from both ends, since names hold commas.
 pub fn parse(text: &str) -> Answer {
     let mut answer = Answer::default();
+    let mut foreign: Vec<&str> = Vec::new();
     for (line, whole) in cells::lines(text) {
-        if line.trim() == "No running processes found" {
-            continue;
-        }
-        if !whole || !answer.add(line) {
-            let problem = format!("nvidia-smi printed `{}` as a process", quote(line));
-            if answer.problems.len() < PROBLEMS_MAX {
-                answer.problems.push(problem);
-            }
+        let is_row = whole && answer.add(line);
+        if !is_row && line.trim() != "No running processes found" {
+            foreign.push(line);
         }
     }
+    answer.problem = foreign.first().map(|first| {
+        format!(
+            "nvidia-smi's list of processes has {} none, the first of them `{}`",
+            counted(foreign.len(), "line that is", "lines that are"),
+            quote(first)
+        )
+    });
     answer
 }
 
@@ -92,7 +95,7 @@ mod tests {
             env!("CARGO_MANIFEST_DIR")
         );
         let answer = parse(&std::fs::read_to_string(path).unwrap());
-        assert_eq!(answer.problems, Vec::<String>::new(), "{name}");
+        assert_eq!(answer.problem, None, "{name}");
         answer
     }
 
@@ -157,7 +160,12 @@ mod tests {
         let text =
             format!("hello\n0, {GPU}, 5\nx, {GPU}, 5\n9, {GPU}, y\n8, {GPU}, 4\n7, {GPU}, 12");
         let answer = parse(&text);
-        assert_eq!(answer.problems.len(), 5, "{:?}", answer.problems);
+        assert_eq!(
+            answer.problem.as_deref(),
+            Some(
+                "nvidia-smi's list of processes has 5 lines that are none, the first of them `hello`"
+            )
+        );
         assert_eq!(answer.by_gpu[GPU].as_ref().unwrap().len(), 1);
     }
 }

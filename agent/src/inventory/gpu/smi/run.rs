@@ -33,10 +33,21 @@ pub struct Ran {
 /// Why nvidia-smi did not answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RunError {
-    NotFound { tried: Vec<PathBuf> },
-    NotStarted { path: PathBuf, reason: String },
-    Deadline { arguments: String, waited: Duration },
-    TooMuch { arguments: String },
+    /// `None`: not in any of the usual places.
+    NotFound {
+        path: Option<PathBuf>,
+    },
+    NotStarted {
+        path: PathBuf,
+        reason: String,
+    },
+    Deadline {
+        arguments: String,
+        waited: Duration,
+    },
+    TooMuch {
+        arguments: String,
+    },
 }
 
 /// Something that answers as nvidia-smi does: the program, or a recording of it.
@@ -74,17 +85,11 @@ impl Program {
         directories: impl Iterator<Item = PathBuf>,
         deadline: Instant,
     ) -> Result<Program, RunError> {
-        let mut tried = Vec::new();
-        for directory in directories {
-            let path = directory.join("nvidia-smi");
-            if path.is_file() {
-                return Ok(Program::new(path, deadline));
-            }
-            if !tried.contains(&directory) {
-                tried.push(directory);
-            }
-        }
-        Err(RunError::NotFound { tried })
+        directories
+            .map(|directory| directory.join("nvidia-smi"))
+            .find(|path| path.is_file())
+            .map(|path| Program::new(path, deadline))
+            .ok_or(RunError::NotFound { path: None })
     }
 }
 
@@ -103,7 +108,7 @@ impl Smi for Program {
             .spawn()
             .map_err(|error| match error.kind() {
                 ErrorKind::NotFound => RunError::NotFound {
-                    tried: vec![self.path.clone()],
+                    path: Some(self.path.clone()),
                 },
                 _ => not_started(error.to_string()),
             })?;
@@ -147,14 +152,14 @@ fn short(arguments: &[&str]) -> String {
 impl fmt::Display for RunError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RunError::NotFound { tried } => {
-                f.write_str("there is no nvidia-smi in ")?;
-                for (at, path) in tried.iter().enumerate() {
-                    let comma = if at == 0 { "" } else { ", " };
-                    write!(f, "{comma}{}", path.display())?;
-                }
-                Ok(())
+            RunError::NotFound { path: Some(path) } => {
+                write!(f, "there is no `{}`", path.display())
             }
+            RunError::NotFound { path: None } => write!(
+                f,
+                "there is no nvidia-smi on the path, nor in {}",
+                DIRECTORIES.join(", ")
+            ),
             RunError::NotStarted { path, reason } => {
                 write!(f, "`{}` can't be run: {reason}", path.display())
             }
@@ -183,7 +188,7 @@ mod tests {
         let scripts = Scripts::new("find");
         let path = scripts.program("nvidia-smi", "echo found");
         let directories = || {
-            let empty = ["/nonexistent/bin", "/nonexistent/wsl", "/nonexistent/bin"];
+            let empty = ["/nonexistent/bin", "/nonexistent/wsl"];
             empty.into_iter().map(PathBuf::from)
         };
         let deadline = Instant::now() + Duration::from_secs(120);
@@ -195,7 +200,7 @@ mod tests {
         let error = Program::find_in(directories(), deadline).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "there is no nvidia-smi in /nonexistent/bin, /nonexistent/wsl"
+            "there is no nvidia-smi on the path, nor in /usr/bin, /usr/local/bin, /usr/lib/wsl/lib, /usr/local/nvidia/bin, /opt/bin, /run/current-system/sw/bin"
         );
     }
 

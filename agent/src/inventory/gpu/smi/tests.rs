@@ -368,7 +368,7 @@ fn memory_of_others_is_told_from_what_an_idle_gpu_uses() {
         (
             "rtx-2080-super",
             "container-or-wddm-na",
-            Some("process 13264 holds memory that is not told, and 1 more processes use it"),
+            Some("process 13264 holds memory that is not told, and 1 more process uses it"),
         ),
         ("h100-sxm-1x", "insufficient-permissions", None),
     ] {

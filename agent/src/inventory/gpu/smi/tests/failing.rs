@@ -246,10 +246,7 @@ fn a_program_that_is_not_there_is_told_with_where_it_was_looked_for() {
     let program = Program::new(path, deadline);
     let failure = read(&program).unwrap_err();
     assert_eq!(failure.cause, SourceCause::NotInstalled);
-    assert_eq!(
-        failure.message,
-        "there is no nvidia-smi in /nonexistent/nvidia-smi"
-    );
+    assert_eq!(failure.message, "there is no `/nonexistent/nvidia-smi`");
     assert_eq!(without_source(vec![failure]).driver, DriverState::Absent);
 }
 

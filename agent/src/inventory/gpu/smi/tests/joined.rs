@@ -146,7 +146,7 @@ fn pairs_that_may_not_use_their_links_are_not_joined() {
     assert_eq!(gpus.nvlink_domains, Reading::Known(Vec::new()));
     assert_eq!(
         gpus.problems,
-        ["1 pairs have NVLinks and may not use them, GPU0 and GPU1 for one"]
+        ["1 pair has NVLinks and may not use them, GPU0 and GPU1 for one"]
     );
 }
 
