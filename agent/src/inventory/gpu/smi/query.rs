@@ -86,11 +86,15 @@ pub fn parse(text: &str, fields: &[&str]) -> Answer {
     answer
 }
 
-/// The name in nvidia-smi's complaint: `Field "x" is not a valid field to query.`
+/// The name in nvidia-smi's complaint: `Field "x" is not a valid field to query.`, or `x : not a valid field to query.`
 pub fn unknown_field(text: &str) -> Option<&str> {
-    let (before, _) = text.split_once("is not a valid field to query")?;
-    let before = before.trim_end().strip_suffix('"')?;
-    before.rsplit_once('"').map(|(_, name)| name)
+    let (before, _) = text.split_once("not a valid field to query")?;
+    let before = before.lines().next_back()?.trim_end();
+    if let Some(quoted) = before.strip_suffix("is") {
+        let quoted = quoted.trim_end().strip_suffix('"')?;
+        return quoted.rsplit_once('"').map(|(_, name)| name);
+    }
+    before.strip_suffix(':').map(str::trim)
 }
 
 /// The fields that `--help-query-gpu` has: each stands quoted at the beginning of a line.
@@ -242,5 +246,35 @@ impl Row<'_> {
             }
         }
         faults.into_iter().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_complaints_name_the_field() {
+        for (text, field) in [
+            (
+                "Field \"fabric.cliqueId\" is not a valid field to query.\n\n",
+                Some("fabric.cliqueId"),
+            ),
+            (
+                "fabric.cliqueId : not a valid field to query.\n",
+                Some("fabric.cliqueId"),
+            ),
+            ("is not a valid field to query.", None),
+            ("0, GPU-1, NVIDIA L4\n", None),
+        ] {
+            assert_eq!(unknown_field(text), field, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_help_lists_fields_under_all_their_names() {
+        let help = "List of valid properties to query:\n\n\"timestamp\"\nThe \"when\".\n\n\"pci.bus_id\" or \"gpu_bus_id\"\nPCI bus id.\n";
+        let known: Vec<&str> = known_fields(help).into_iter().collect();
+        assert_eq!(known, ["gpu_bus_id", "pci.bus_id", "timestamp"]);
     }
 }
