@@ -2,11 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
 use super::Reading;
+
+mod capability;
+
+pub use capability::{ComputeCapability, NoComputeCapability};
 
 /// What was learnt of all NVIDIA GPUs of a node in one probe.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -229,20 +232,6 @@ pub struct NvlinkDomain {
     pub gpus: Vec<String>,
 }
 
-/// `9.0`: what an instruction set is called.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct ComputeCapability {
-    pub major: u32,
-    pub minor: u32,
-}
-
-/// Text that is no compute capability.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NoComputeCapability {
-    pub text: String,
-}
-
 impl Gpus {
     /// The GPUs and slices that a replica may be placed on.
     pub fn usable(&self) -> impl Iterator<Item = &Gpu> {
@@ -371,51 +360,116 @@ impl fmt::Display for HealthCode {
     }
 }
 
-impl fmt::Display for ComputeCapability {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(uuid: &str, class: Reading<String>, health: Vec<HealthFlag>) -> Gpu {
+        let unread = || Reading::unknown("not read");
+        Gpu {
+            index: Reading::Known(0),
+            uuid: Reading::Known(uuid.to_string()),
+            name: Reading::Known("NVIDIA L4".to_string()),
+            class,
+            memory: GpuMemory {
+                total_mib: Reading::Known(23_034),
+                used_mib: Reading::Known(0),
+                reserved_mib: Reading::unknown("not read"),
+                unified: false,
+            },
+            compute_capability: Reading::Known(ComputeCapability { major: 8, minor: 9 }),
+            pci: Reading::unknown("not read"),
+            numa_node: Reading::unknown("not read"),
+            health,
+            ecc: Ecc {
+                uncorrected_volatile: Reading::Known(0),
+                uncorrected_aggregate: Reading::Known(0),
+                remap_pending: unread(),
+                remap_failed: unread(),
+            },
+            fabric: GpuFabric {
+                state: Reading::Known(FabricState::Completed),
+                clique: Reading::Known(None),
+            },
+            nvlinks_up: Reading::Known(0),
+            mig: unread(),
+            slice: None,
+            vgpu: false,
+            processes: Reading::Known(Vec::new()),
+        }
     }
-}
 
-impl FromStr for ComputeCapability {
-    type Err = NoComputeCapability;
-
-    fn from_str(text: &str) -> Result<ComputeCapability, NoComputeCapability> {
-        let digits = |part: &str| {
-            let is_number = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-            is_number.then(|| part.parse().ok()).flatten()
+    fn gpus() -> Gpus {
+        let class = || Reading::Known("l4-22g".to_string());
+        let lost = HealthFlag {
+            code: HealthCode::Lost,
+            reason: "the driver says so".to_string(),
         };
-        text.split_once('.')
-            .and_then(|(major, minor)| {
-                Some(ComputeCapability {
-                    major: digits(major)?,
-                    minor: digits(minor)?,
-                })
-            })
-            .ok_or_else(|| NoComputeCapability {
-                text: text.to_string(),
-            })
+        Gpus {
+            driver: DriverState::Answering,
+            backend: Backend::Nvml,
+            passed_over: Vec::new(),
+            driver_version: Reading::Known("580.95.05".to_string()),
+            cuda_version: Reading::unknown("not read"),
+            devices: vec![
+                gpu("GPU-1", class(), Vec::new()),
+                gpu("GPU-2", class(), vec![lost]),
+                gpu("GPU-3", Reading::unknown("no total"), Vec::new()),
+            ],
+            nvlink_domains: Reading::Known(vec![NvlinkDomain {
+                number: 4,
+                gpus: vec!["GPU-1".to_string(), "GPU-2".to_string()],
+            }]),
+            problems: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_is_flagged_or_has_no_class_is_not_usable() {
+        let gpus = gpus();
+        let usable: Vec<&str> = gpus
+            .usable()
+            .map(|gpu| gpu.uuid.value().unwrap().as_str())
+            .collect();
+        assert_eq!(usable, ["GPU-1"]);
+        assert_eq!(gpus.domain_of("GPU-2"), Some(4));
+        assert_eq!(gpus.domain_of("GPU-3"), None);
+    }
+
+    #[test]
+    fn aged_values_are_written_and_read_back_as_stale() {
+        let aged = gpus().aged(1_500);
+        let first = &aged.devices[0];
+        let stale = Reading::Stale {
+            value: 23_034,
+            age_ms: 1_500,
+        };
+        assert_eq!(first.memory.total_mib, stale);
+        let clique = Reading::Stale {
+            value: None,
+            age_ms: 1_500,
+        };
+        assert_eq!(first.fabric.clique, clique);
+        assert_eq!(first.memory.reserved_mib, Reading::unknown("not read"));
+        let json = serde_json::to_string(&aged).unwrap();
+        assert_eq!(serde_json::from_str::<Gpus>(&json).unwrap(), aged);
+    }
+
+    #[test]
+    fn words_and_fields_of_a_newer_release_don_t_void_the_rest() {
+        let mut json = serde_json::to_value(gpus()).unwrap();
+        json["backend"] = "telepathy".into();
+        json["driver"] = "dreaming".into();
+        json["brand_new"] = 1.into();
+        json["devices"][0]["fabric"]["state"] = "superposed".into();
+        json["devices"][1]["health"][0]["code"] = "haunted".into();
+        let read: Gpus = serde_json::from_value(json).unwrap();
+        assert_eq!(
+            (read.backend, read.driver),
+            (Backend::Other, DriverState::Other)
+        );
+        let state = &read.devices[0].fabric.state;
+        assert_eq!(*state, Reading::Known(FabricState::Other));
+        assert!(read.devices[1].has(HealthCode::Other) && !read.devices[1].is_usable());
     }
 }
-
-impl TryFrom<String> for ComputeCapability {
-    type Error = NoComputeCapability;
-
-    fn try_from(text: String) -> Result<ComputeCapability, NoComputeCapability> {
-        text.parse()
-    }
-}
-
-impl From<ComputeCapability> for String {
-    fn from(capability: ComputeCapability) -> String {
-        capability.to_string()
-    }
-}
-
-impl fmt::Display for NoComputeCapability {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` is no compute capability such as `9.0`", self.text)
-    }
-}
-
-impl std::error::Error for NoComputeCapability {}
