@@ -127,13 +127,17 @@ impl<'s> Device<'s> {
             node_guid: sysfs::parsed(&path, "node_guid", text::guid),
             card_guid: sysfs::parsed(&path, "sys_image_guid", text::guid),
         };
-        let vpd = sysfs::read(&hardware.join("vpd"), sysfs::VALUE_MAX_BYTES).unwrap_or_default();
+        let is_nvswitch_bridge = shared
+            .driver
+            .value()
+            .is_some_and(|name| name == "mlx5_core")
+            && has_mark(&hardware);
         Device {
             sys,
             path,
             shared,
             marks: Marks {
-                is_nvswitch_bridge: vpd.contains(NVSWITCH_MARK),
+                is_nvswitch_bridge,
                 ..Marks::default()
             },
         }
@@ -326,6 +330,13 @@ fn rate(path: &Path, adapter: &Adapter) -> Reading<u64> {
         Some(rate) => Reading::Known(rate),
         None => Reading::unknown(format!("`rate` reads `{}`", sysfs::shown(&printed))),
     }
+}
+
+/// Whether the card says that it manages NVSwitches. Only root may read that; for others it is a card like any other.
+/// The bus is slow here, so it is read of the one driver that such cards have.
+fn has_mark(hardware: &Path) -> bool {
+    sysfs::read(&hardware.join("vpd"), sysfs::VALUE_MAX_BYTES)
+        .is_ok_and(|data| data.contains(NVSWITCH_MARK))
 }
 
 fn function(path: &Path) -> Function {

@@ -366,6 +366,7 @@ fn one_port(more: &str) -> Adapter {
         "@ sys/class/infiniband/mlx5_8\n\
          node_type = 1: CA\n\
          device/class = 0x020700\n\
+         device/driver -> ../../../bus/pci/drivers/mlx5_core\n\
          ports/1/state = 4: ACTIVE\n\
          ports/1/link_layer = InfiniBand\n\
          ports/1/rate = 400 Gb/sec (4X NDR)\n{more}"
