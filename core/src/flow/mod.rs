@@ -12,6 +12,7 @@ pub mod permit;
 pub mod queues;
 pub mod retry_after;
 pub mod rotation;
+pub mod simulate;
 pub mod slots;
 pub mod tenant;
 pub mod turns;

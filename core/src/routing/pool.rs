@@ -451,7 +451,7 @@ fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> Repli
 
 /// How full a pool is: each replica as far as the gate lets it be, where its KV-cache use is unknown by slots. Only an engine
 /// that says so itself counts for more than full: what the gateway knows by itself closes nothing.
-fn saturation(candidates: &[Candidate], gate: &Gate) -> Option<f64> {
+pub(crate) fn saturation(candidates: &[Candidate], gate: &Gate) -> Option<f64> {
     mean(candidates.iter().map(|candidate| {
         let unread = candidate.sent_tokens as f64 * candidate.ms_per_prefill_token;
         let prefill = (unread / gate.hold_ms.max(1.0)).min(1.0);
