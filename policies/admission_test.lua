@@ -88,3 +88,42 @@ t.property("a refusal is 429 or 503, and waits a second to a minute", 50, functi
   local wait = refusal.wait_ms
   t.ok(wait == nil or (wait >= 1000 and wait <= 60000), wait)
 end)
+
+-- One flood of requests for each band, all at once.
+local function flood(names)
+  local tenants = {}
+  for _, name in names do
+    table.insert(tenants, { name = name, band = name, clients = 12, input_tokens = 200, output_tokens = 24 })
+  end
+  return t.simulate { seconds = 20, tenants = tenants }
+end
+
+t.case("a band with a floor is served, however much waits above it", function()
+  local bands, names = by_name()
+  local result = flood(names)
+  for name, band in bands do
+    local got = result.bands[name]
+    -- A band that sheds is let in only while there is room, and a policy may put all of a band's requests elsewhere.
+    if band.floor > 0 and got.requests > 0 and got.refused == 0 then
+      t.ok(got.share > band.floor / 2, name .. " got " .. got.share .. " of the service")
+    end
+  end
+end)
+
+t.case("the highest band doesn't wait behind a flood of the lowest", function()
+  local bands, names = by_name()
+  table.sort(names, function(a, b) return bands[a].priority > bands[b].priority end)
+  local highest, lowest = names[1], names[#names]
+  local result = t.simulate {
+    seconds = 20,
+    tenants = {
+      { name = "person", band = highest, clients = 1, think_ms = 500, input_tokens = 200, output_tokens = 24 },
+      { name = "flood", band = lowest, clients = 40, input_tokens = 200, output_tokens = 24 },
+    },
+  }
+  local person, flood = result.tenants.person, result.tenants.flood
+  t.ok(person.served > 0)
+  if flood.refused == 0 then
+    t.ok(person.wait_p90_ms <= flood.wait_p90_ms, "it waits longer than the flood")
+  end
+end)

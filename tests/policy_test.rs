@@ -182,8 +182,8 @@ fn what_is_misspelt_fails_the_case_with_a_suggestion() {
         ),
         ("t.fault(\"routing.rank\", \"nam\")", "did you mean 'nan'?"),
         (
-            "t.simulate {}",
-            "#   why       t.simulate comes with flow control\n",
+            "t.simulate { tenants = { { cliens = 2 } } }",
+            "tenant 1 has no field `cliens` (did you mean `clients`?)",
         ),
     ];
     let files: Vec<(String, String)> = cases

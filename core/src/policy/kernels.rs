@@ -1,4 +1,4 @@
-//! What policy tests drive: the pure placement and the pure scorer of this program, over recorded fleets.
+//! What policy tests drive: this program's own placement and scorer over recorded fleets, and its queues over made-up ones.
 
 use std::path::Path;
 
@@ -73,6 +73,10 @@ impl Kernels for OwnKernels {
 
     fn refusal_codes(&self) -> Vec<&'static str> {
         code::ALL.to_vec()
+    }
+
+    fn simulate(&self, set: &PolicySet, ask: &Value) -> Result<Answer, String> {
+        super::simulate::answer(set, ask)
     }
 }
 

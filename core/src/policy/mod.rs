@@ -4,6 +4,7 @@
 
 mod junit;
 pub(crate) mod kernels;
+mod simulate;
 pub mod test;
 
 use std::path::PathBuf;

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use mlua::{Function, Lua, MultiValue, Table, Value};
 
-use crate::test::fleet::FleetPath;
+use crate::test::fleet::{Answer, FleetPath};
 use crate::test::golden;
 use crate::test::host::{CASES_MAX, Declared, Host};
 use crate::test::plain::Plain;
@@ -13,8 +13,6 @@ use crate::vm::sandbox::{fault, type_name};
 
 /// Inputs of one property.
 const INPUTS_MAX: u64 = 100_000;
-/// What `t.simulate` says until there is a scheduler to drive.
-const NO_SIMULATION: &str = "t.simulate comes with flow control";
 
 /// Makes the table. `find` is the VM's own `string.find`.
 pub(crate) fn table(lua: &Lua, host: &Rc<Host>) -> mlua::Result<Table> {
@@ -263,14 +261,22 @@ fn kernels(lua: &Lua, host: &Rc<Host>, table: &Table) -> mlua::Result<()> {
     })?;
     table.raw_set("golden", golden)?;
     let own = Rc::clone(host);
-    let simulate = lua.create_function(move |lua, _: MultiValue| -> mlua::Result<()> {
-        let failure = TestFailure {
-            message: NO_SIMULATION.to_owned(),
-            ..TestFailure::default()
-        };
-        Err(own.fail(lua, failure))
+    let simulate = lua.create_function(move |lua, ask: Value| {
+        let answer = simulate(&own, &ask).map_err(|reason| own.raise(lua, &reason))?;
+        own.decided(&answer);
+        own.strict(lua, &answer.value)
     })?;
     table.raw_set("simulate", simulate)
+}
+
+fn simulate(host: &Host, ask: &Value) -> Result<Answer, String> {
+    let Some(kernels) = &host.kernels else {
+        return Err("nothing can be simulated here: there are no queues to drive".to_owned());
+    };
+    if !matches!(ask, Value::Table(_)) {
+        return Err("t.simulate takes a table, e.g. t.simulate{ tenants = { {} } }".to_owned());
+    }
+    kernels.simulate(&host.set, &Plain::of(ask)?.json()?)
 }
 
 fn show(value: &Value) -> String {

@@ -11,7 +11,7 @@ use crate::test::host::Host;
 use crate::test::plain::Plain;
 use crate::vm::sandbox::type_name;
 
-/// What tests drive and this crate doesn't have: the pure kernels of placement and routing.
+/// What tests drive and this crate doesn't have: the pure kernels of placement, routing and flow control.
 pub trait Kernels: Send + Sync {
     /// Names of the fleets that ship with llmgw.
     fn fleet_names(&self) -> Vec<String>;
@@ -21,6 +21,8 @@ pub trait Kernels: Send + Sync {
     fn open(&self, text: &str) -> Result<Box<dyn Fleet>, String>;
     /// Codes that nodes are refused with natively.
     fn refusal_codes(&self) -> Vec<&'static str>;
+    /// Tenants that ask and replicas that answer for some time, under this set. The error is one sentence.
+    fn simulate(&self, set: &PolicySet, ask: &Json) -> Result<Answer, String>;
 }
 
 /// One step of a path into a snapshot: `nodes`, `ml-07`, `gpus`, 1.

@@ -28,7 +28,7 @@
 ---@field metrics fun(engine: string, text: string): llmgw.load What is read from an engine's page of metrics. What the page doesn't say is nil.
 ---@field fault fun(hook: string, kind: string): boolean From here to the end of the case the hook fails: `t.fault("routing.rank", "nan")`. Kinds: error, budget, memory, nil, nan, range, unknown. False: the policies don't define the hook, so it can't fail.
 ---@field golden fun(value: any) The value is the one in `golden/`, which `--update-golden` writes.
----@field simulate fun(...) Comes with flow control.
+---@field simulate fun(ask: llmgw.simulation): llmgw.simulated Tenants ask a pool of made-up engines for some time, under a virtual clock: who waits, and who is served how much. The queues are the gateway's own, with these policies' bands, gate, prices, weights, classes and keys; there are no prefix caches. The same call gives the same result.
 
 ---@class llmgw.generator
 ---@field int fun(self: llmgw.generator, least: integer, greatest: integer): integer A whole number. Shrinks towards 0.
@@ -46,6 +46,61 @@
 ---@field pools table<string, table[]>
 ---@field place fun(self: llmgw.fleet, ask: { model: string, profile: string? }): llmgw.decision Where the next replica of a model goes: `fleet:place { model = "llama-3.3-70b", profile = "h100" }`. Without a profile all are tried, in order.
 ---@field route fun(self: llmgw.fleet, ask: table): { replica: string?, reason: string, score_ms: number? } Which replica of a model gets a request: `fleet:route { model = "smollm2", input_tokens = 4000 }`. It takes the fields of a request; the replicas are those in `fleet.pools`, or in `replicas` of the call.
+
+---@class llmgw.simulation
+---@field tenants llmgw.simulated_client[] Who asks for what; at most 200.
+---@field replicas? llmgw.simulated_replica[] At most 64; one with the values below where left out.
+---@field seconds? number How long it goes on in virtual time, by default 20. All that a test simulates may take 2 s of its own time, and one simulation 200,000 events: about one for each arrival, prompt, 8 tokens and tick of 50 ms.
+---@field seed? integer What is random is drawn by it; 0 where left out.
+
+---@class llmgw.simulated_client
+---@field name? string By default t1, t2 and so on.
+---@field weight? number As configured, by default 1; `fairness.weight` may say something else.
+---@field band? string By default the lowest.
+---@field best_band? string By default `band`.
+---@field band_hint? string The band that its requests ask for.
+---@field clients? integer So many, by default 1, each with one request at a time. One that was refused asks again after a second.
+---@field think_ms? integer How long a client waits before its next request, by default 0.
+---@field requests_s? number Instead of clients: so many requests a second at random, whatever becomes of them.
+---@field input_tokens? integer|integer[] By default 300. Two numbers are the least and the greatest.
+---@field output_tokens? integer|integer[] By default 150, in the same way.
+---@field stream? boolean By default true.
+---@field sessions? integer Its requests name one of so many sessions; 0, the default: none.
+---@field leaves_ms? integer A client leaves when its request has not ended by then.
+
+---@class llmgw.simulated_replica
+---@field slots? integer Requests at once, by default 4.
+---@field ms_per_prefill_token? number By default 0.5. It reads one prompt at a time.
+---@field ms_per_decode_step? number A stream's next token, by default 20.
+---@field ms_per_other_stream? number What each other stream adds to that, by default 0.
+---@field dies_ms? integer When it is lost, with all that it works on.
+---@field returns_ms? integer When it is back.
+
+---@class llmgw.simulated
+---@field ms integer How long it went on.
+---@field requests integer
+---@field served integer
+---@field refused integer
+---@field tenants table<string, llmgw.figures>
+---@field bands table<string, llmgw.figures>
+
+---@class llmgw.figures
+---@field requests integer
+---@field served integer
+---@field refused integer Not let in.
+---@field timed_out integer Waited for as long as their band lets them.
+---@field failed integer Lost with a replica.
+---@field left integer Their client left first.
+---@field waiting integer Still waiting at the end.
+---@field cost number Of what was read and generated.
+---@field share number Of all cost, 0..1.
+---@field wait_p50_ms? number From the arrival until it was sent; of those that were never sent, for as long as they waited.
+---@field wait_p90_ms? number
+---@field wait_p99_ms? number
+---@field wait_max_ms? number
+---@field ttft_p50_ms? number From the arrival to the first byte.
+---@field ttft_p90_ms? number
+---@field ttft_p99_ms? number
 
 ---@class llmgw.decision
 ---@field placed boolean

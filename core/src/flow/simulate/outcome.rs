@@ -145,11 +145,14 @@ impl Outcome {
             });
             Value::Object(rows.collect::<Map<_, _>>())
         };
-        let mut value = self.all.json(self.all.cost);
-        value["ms"] = json!(self.ms);
-        value["tenants"] = map(&self.tenants);
-        value["bands"] = map(&self.bands);
-        value
+        json!({
+            "ms": self.ms,
+            "requests": self.all.requests,
+            "served": self.all.served,
+            "refused": self.all.refused,
+            "tenants": map(&self.tenants),
+            "bands": map(&self.bands),
+        })
     }
 
     /// A table of seconds and requests, at most 80 columns wide: bands, then the tenants that asked for most.
