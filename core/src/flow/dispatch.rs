@@ -22,6 +22,8 @@ use super::window::Window;
 const LAG_MAX: u64 = 16_384_000;
 /// Requests moved to a better replica at one tick.
 const MOVED_MAX: usize = 64;
+/// How many of a queue are looked at for one that need not stay there.
+const STAYING_LOOKED_AT_MAX: usize = 256;
 
 /// A request that wants to be served.
 #[derive(Debug, Clone)]
@@ -637,7 +639,7 @@ impl Dispatcher {
         }
     }
 
-    /// Takes from the longest queue whose next request need not stay where it is.
+    /// Takes from the longest queue a request that need not stay there: the one whose turn it is, else one behind those who stay.
     fn steal(&mut self, thief: LaneId, now_ms: u64) -> Option<Ticket> {
         let mut victims: Vec<(u64, LaneId)> = self
             .lanes
@@ -648,9 +650,29 @@ impl Dispatcher {
         victims.sort_by(|left, right| right.cmp(left));
         victims.into_iter().find_map(|(_, victim)| {
             let (_, next) = self.bands.next(victim, now_ms)?;
-            let waiting = self.waiting.get(&next.ticket)?;
-            (waiting.stay_until_ms <= now_ms).then_some(next.ticket)
+            match self.waiting.get(&next.ticket)?.stay_until_ms > now_ms {
+                false => Some(next.ticket),
+                true => self.behind_those_who_stay(victim, now_ms),
+            }
         })
+    }
+
+    /// The first to arrive, of the highest band, that need not stay where it waits.
+    fn behind_those_who_stay(&self, victim: LaneId, now_ms: u64) -> Option<Ticket> {
+        let lane = self.lanes.get(&victim)?;
+        lane.waiting
+            .iter()
+            .take(STAYING_LOOKED_AT_MAX)
+            .filter(|ticket| !lane.first.contains(ticket))
+            .filter_map(|ticket| Some((*ticket, self.waiting.get(ticket)?)))
+            .filter(|(_, waiting)| waiting.stay_until_ms <= now_ms)
+            .max_by(|(left, one), (right, other)| {
+                let priority = |waiting: &Waiting| self.bands[waiting.band].spec.priority;
+                priority(one)
+                    .total_cmp(&priority(other))
+                    .then(right.cmp(left))
+            })
+            .map(|(ticket, _)| ticket)
     }
 
     fn send(&mut self, ticket: Ticket, lane: LaneId, now_ms: u64) -> Grant {
@@ -699,3 +721,6 @@ impl Dispatcher {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
