@@ -649,9 +649,12 @@ impl Dispatcher {
             .collect();
         victims.sort_by(|left, right| right.cmp(left));
         victims.into_iter().find_map(|(_, victim)| {
-            let (_, next) = self.bands.next(victim, now_ms)?;
-            match self.waiting.get(&next.ticket)?.stay_until_ms > now_ms {
-                false => Some(next.ticket),
+            let (band, next) = self.bands.next(victim, now_ms)?;
+            // The longest queue is often that of a tenant who is ahead.
+            let ticket = self.bands.lagging(band, next, LAG_MAX);
+            let stays = self.waiting.get(&ticket)?.stay_until_ms > now_ms;
+            match ticket == next.ticket && stays {
+                false => Some(ticket),
                 true => self.behind_those_who_stay(victim, now_ms),
             }
         })

@@ -76,3 +76,15 @@ fn an_idle_replica_takes_one_that_waits_behind_those_who_stay() {
     let behind = queued(arrive(&mut dispatcher, "a", 0, 10, 0));
     assert_eq!(sent_to(&mut dispatcher, 1), [behind]);
 }
+
+#[test]
+fn an_idle_replica_takes_nothing_for_a_tenant_that_is_far_ahead() {
+    let mut dispatcher = pool(3);
+    let mut ahead = granted(arrive(&mut dispatcher, "ahead", 0, 10, 0));
+    let _behind = granted(arrive(&mut dispatcher, "behind", 1, 10, 0));
+    ahead.charge(LAG_MAX + 1_000);
+    queued(arrive(&mut dispatcher, "ahead", 0, 5_000_000, 0));
+    let waits = queued(arrive(&mut dispatcher, "behind", 1, 10, 0));
+    // The other's queue is the longer one.
+    assert_eq!(sent_to(&mut dispatcher, 2), [waits]);
+}

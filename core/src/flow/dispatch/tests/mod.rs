@@ -4,6 +4,7 @@
 
 mod anything;
 mod cases;
+mod shares;
 mod world;
 
 use std::sync::Arc;
