@@ -7,6 +7,8 @@ mod harness;
 #[path = "harness/more.rs"]
 mod more;
 
+use std::time::Duration;
+
 use fake_engine::process::{Process, beside_this_test};
 use fake_engine::{Kind, RequestView, Running, StateView};
 use serde_json::json;
@@ -357,7 +359,7 @@ fn the_debug_headers_say_the_band_how_long_a_request_waited_and_behind_how_many(
     assert_eq!(at_once.header("x-llmgw-band"), Some("batch"));
     assert_eq!(at_once.header("x-llmgw-queue-ahead"), Some("0"));
     let held = of("holder", "batch").hold(&gateway);
-    let mut behind = vec![
+    let mut behind = [
         of("first", "interactive").queue(&gateway, 0),
         of("second", "batch").queue(&gateway, 1),
     ];
@@ -464,6 +466,30 @@ fn when_a_replica_dies_all_who_waited_for_it_are_served_by_the_other_in_their_or
     let first: Vec<&String> = order.iter().take(tried.len()).collect();
     assert_eq!(first, tried, "what failed once goes first");
     gateway.counters_are_zero();
+}
+
+#[test]
+fn who_has_waited_for_long_waits_for_the_first_probe_of_an_engine_that_a_reload_brings() {
+    /// Longer than any request waits for a first probe.
+    const LONG: Duration = Duration::from_millis(3_200);
+    let (old, new) = (engine(Kind::Vllm, "{}"), engine(Kind::Vllm, "{}"));
+    let gateway = over(Setup::new(), &old);
+    let ask = |mark| Ask {
+        mark,
+        ..Ask::default()
+    };
+    let held = ask("holder").hold(&gateway);
+    let mut waits = ask("waits").queue(&gateway, 0);
+    std::thread::sleep(LONG);
+    // Its first probe takes a moment.
+    new.behave(r#"{"health_ms":300}"#);
+    let config = std::fs::read_to_string(gateway.dir.join("llmgw.yaml")).unwrap();
+    gateway.write_config(&config.replace(&old.url(), &new.url()));
+    let reloaded = gateway.admin_post("/v1/reload");
+    assert_eq!(reloaded.status(), 200, "{}", reloaded.text());
+    assert_ok(&[waits.answer()]);
+    assert_eq!(order(&new.state()), ["waits"]);
+    drop(held);
 }
 
 #[test]

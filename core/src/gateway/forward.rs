@@ -231,7 +231,10 @@ impl Wait {
         };
         let ttl = job.queue_ttl.unwrap_or(Duration::from_millis(place.ttl_ms));
         let left = ttl.saturating_sub(self.started.elapsed());
-        match tokio::time::timeout(left, place.turn()).await {
+        let turn = tokio::time::timeout(left, place.turn()).await;
+        // Until now there was a replica to wait for: the time for a first probe begins when there is none.
+        self.undecided_since = Instant::now();
+        match turn {
             Ok(Turn::Granted(permit)) => Ok(Some(permit)),
             Ok(Turn::ChooseAgain) => {
                 job.follow_reload();
