@@ -387,6 +387,7 @@ fn the_debug_headers_say_the_band_how_long_a_request_waited_and_behind_how_many(
 fn a_stream_that_waits_gets_comments_then_its_answer_or_its_refusal_as_an_event() {
     let engine = engine(Kind::Vllm, "{}");
     let setup = with_bands(&[("quick", 10, 700), ("patient", 10, 600_000)]);
+    let setup = setup.top("log: {format: json}");
     let gateway = over(setup.limit("keepalive", "100ms"), &engine);
     let of = |mark, band| Ask {
         mark,
@@ -415,6 +416,14 @@ fn a_stream_that_waits_gets_comments_then_its_answer_or_its_refusal_as_an_event(
         (Some("[DONE]"), End::Complete)
     );
     assert_eq!(order(&engine.state()), ["served"]);
+    // On record is the status that the client got.
+    let records = await_records(&gateway, 3);
+    let record = record_of(&records, "refused");
+    let told = (&record["status"], &record["outcome"], &record["code"]);
+    assert_eq!(
+        told,
+        (&json!(200), &json!("refused"), &json!("queue_timeout"))
+    );
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! One request as the gateway understood it: what it asks for, and how it may be changed for an engine.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -63,6 +64,8 @@ pub struct Job {
     /// The tenant's accounting needs the engine's own count of tokens.
     pub needs_usage: bool,
     pub debug: bool,
+    /// Set once the client has a status, which is 200 whatever comes, since comments are sent to it; shared with those comments' body.
+    pub committed: Option<Arc<AtomicBool>>,
     /// Moves into the exchange with the replica that answers.
     pub record: Option<OpenRecord>,
     /// What it holds of its tenant's limits; moves as the record does.
@@ -320,6 +323,18 @@ impl Job {
             }
         }
         request
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let is_committed = |flag: &Arc<AtomicBool>| flag.load(Ordering::Relaxed);
+        if let (Some(record), true) = (
+            &mut self.record,
+            self.committed.as_ref().is_some_and(is_committed),
+        ) {
+            record.status = 200;
+        }
     }
 }
 

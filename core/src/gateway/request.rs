@@ -3,6 +3,7 @@
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -348,6 +349,7 @@ fn prepare(
         seed: random::next(),
         needs_usage: caller.tenant.is_some(),
         debug,
+        committed: None,
         set,
         record: None,
         reservation: None,
@@ -383,7 +385,7 @@ fn admit(job: &mut Job, account: &Arc<TenantAccount>) -> Result<(), Failure> {
 }
 
 /// Runs the attempts. Where comments are wanted, the client gets its headers while an engine is still silent.
-async fn send(job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
+async fn send(mut job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
     // Only these are known to be event streams.
     let is_stream = job.facts.stream && job.dialect.expects_end();
     let every = job.config.limits.keepalive.filter(|_| is_stream);
@@ -391,11 +393,14 @@ async fn send(job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
     let Some(every) = every else {
         return forward::attempts(job).await;
     };
+    let committed = Arc::new(AtomicBool::new(false));
+    job.committed = Some(committed.clone());
     let mut attempts = Box::pin(forward::attempts(job));
     tokio::select! {
         biased;
         answered = &mut attempts => answered,
         () = tokio::time::sleep(every) => {
+            committed.store(true, Ordering::Relaxed);
             let held = Held::new(attempts, every, dialect);
             let mut response = Response::new(ClientBody::Held(Box::new(held)));
             let headers = response.headers_mut();
