@@ -5,6 +5,15 @@ use std::process::Command;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
+/// What `examples/*/run` says of the ports and engines that it starts.
+const FROM_THE_RUN_SCRIPTS: [(&str, &str); 5] = [
+    ("GATEWAY_PORT", "8080"),
+    ("ADMIN_PORT", "8081"),
+    ("ENGINE_PORT", "9001"),
+    ("ENGINE", "vllm"),
+    ("STATE", ".llmgw"),
+];
+
 fn checked(directory: &Path, file: &Path) {
     let ran = Command::new(env!("CARGO_BIN_EXE_llmgw"))
         .args(["server", "--check", "--config"])
@@ -12,6 +21,7 @@ fn checked(directory: &Path, file: &Path) {
         .current_dir(directory)
         // What the examples take from the environment.
         .env("ENGINE_KEY", "secret")
+        .envs(FROM_THE_RUN_SCRIPTS)
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&ran.stderr);
@@ -21,15 +31,19 @@ fn checked(directory: &Path, file: &Path) {
 #[test]
 fn every_example_passes_its_check() {
     let examples = Path::new(ROOT).join("examples");
-    let files: Vec<PathBuf> = std::fs::read_dir(&examples)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| {
-            path.extension()
-                .is_some_and(|extension| extension == "yaml")
-        })
-        .collect();
-    assert!(!files.is_empty());
+    let entries = |directory: &Path| -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(directory).unwrap();
+        entries.map(|entry| entry.unwrap().path()).collect()
+    };
+    let (directories, mut files): (Vec<PathBuf>, Vec<PathBuf>) = entries(&examples)
+        .into_iter()
+        .partition(|path| path.is_dir());
+    files.extend(directories.iter().flat_map(|directory| entries(directory)));
+    files.retain(|path| {
+        path.extension()
+            .is_some_and(|extension| extension == "yaml")
+    });
+    assert!(files.len() > 2, "{files:?}");
     for file in files {
         checked(&examples, &file);
     }
