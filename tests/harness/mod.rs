@@ -245,11 +245,15 @@ impl Gateway {
         });
     }
 
-    /// Waits until nothing is counted as at work or queued on any replica.
+    /// Waits until nothing is counted as at work or queued: on any replica, in any band, of any tenant.
     pub fn counters_are_zero(&self) {
-        self.until("every replica's counters are zero", || {
+        self.until("all counters are zero", || {
             let idle = |row: &Value| row["inflight"] == 0 && row["queued"] == 0;
-            self.replicas().iter().all(idle)
+            let status = self.status();
+            let bands = status["models"].as_array().unwrap().iter();
+            let bands = bands.flat_map(|model| model["bands"].as_array().unwrap());
+            let tenants = status["tenants"].as_array().unwrap().iter();
+            self.replicas().iter().all(idle) && bands.chain(tenants).all(idle)
         });
     }
 

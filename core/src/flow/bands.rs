@@ -1,6 +1,6 @@
 //! The priority classes of one pool: which goes next, what waits in each, what each was served.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
@@ -13,6 +13,9 @@ use super::window::Window;
 
 /// A band's share of service is measured over this time.
 pub(super) const SHARE_WINDOW_MS: u64 = 10_000;
+/// Where fewer than so many requests were sent in that time, it is measured over the last so many: of requests that take a minute,
+/// ten seconds see none or one.
+const SHARE_REQUESTS: usize = 64;
 /// Arrivals and refusals are counted over this time.
 const COUNT_WINDOW_MS: u64 = 10_000;
 
@@ -39,7 +42,23 @@ pub struct Bands {
     all: Slab<Band>,
     /// By priority, the highest first.
     order: Vec<usize>,
+    /// What was sent last, the newest at the back.
+    recent: VecDeque<Sent>,
+    /// The number of the first of them.
+    first_recent: u64,
+    /// Requests that were sent, over the time of the shares.
+    sent: Window,
 }
+
+/// A request that was sent: whose it is, and what it costs, as far as is known.
+struct Sent {
+    band: usize,
+    cost: u64,
+}
+
+/// One of the requests that were sent, for setting its cost right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SentAt(u64);
 
 /// One band, for those who watch.
 #[derive(Debug, Clone, PartialEq)]
@@ -61,6 +80,9 @@ impl Bands {
         let mut bands = Bands {
             all: Slab::new(),
             order: Vec::new(),
+            recent: VecDeque::with_capacity(SHARE_REQUESTS),
+            first_recent: 0,
+            sent: Window::new(SHARE_WINDOW_MS),
         };
         bands.set(specs);
         bands
@@ -108,7 +130,7 @@ impl Bands {
     pub(super) fn next(&mut self, lane: LaneId, now_ms: u64) -> Option<(usize, Next)> {
         let mut highest = None;
         let mut poorest: Option<(f64, usize)> = None;
-        let mut total = None;
+        let mut total: Option<Shares> = None;
         for at in 0..self.order.len() {
             let band = self.order[at];
             if !self.all[band].rotation.waits_on(lane) {
@@ -119,11 +141,10 @@ impl Bands {
             if floor <= 0.0 {
                 continue;
             }
-            let total = *total.get_or_insert_with(|| self.served(now_ms));
-            if total == 0 {
+            let shares = total.get_or_insert_with(|| self.shares(now_ms));
+            let Some(share) = shares.of(band) else {
                 continue;
-            }
-            let share = self.all[band].served.sum(now_ms) as f64 / total as f64;
+            };
             let part = share / floor;
             if part < 1.0 && poorest.is_none_or(|(least, _)| part < least) {
                 poorest = Some((part, band));
@@ -156,12 +177,66 @@ impl Bands {
             })
     }
 
+    /// A request of a band is sent, and is expected to cost so much.
+    pub(super) fn sent(&mut self, band: usize, cost: u64, now_ms: u64) -> SentAt {
+        // Also what is free takes its turn.
+        let cost = cost.max(1);
+        self.all[band].served.add(now_ms, cost);
+        self.sent.add(now_ms, 1);
+        if self.recent.len() == SHARE_REQUESTS {
+            self.recent.pop_front();
+            self.first_recent += 1;
+        }
+        self.recent.push_back(Sent { band, cost });
+        SentAt(self.first_recent + self.recent.len() as u64 - 1)
+    }
+
+    /// It cost so much in the end.
+    pub(super) fn cost(&mut self, band: usize, at: SentAt, sent_ms: u64, cost: u64, now_ms: u64) {
+        let known = at.0.checked_sub(self.first_recent);
+        let recent = known.and_then(|at| self.recent.get_mut(usize::try_from(at).ok()?));
+        let Some(recent) = recent else { return };
+        let cost = cost.max(1);
+        let expected = std::mem::replace(&mut recent.cost, cost);
+        let served = &mut self.all[band].served;
+        match cost.checked_sub(expected) {
+            Some(more) => served.add(now_ms, more),
+            // What was sent long ago counts no more, so it is not taken from what was sent since.
+            None if now_ms.saturating_sub(sent_ms) < SHARE_WINDOW_MS => {
+                served.take_back(now_ms, expected - cost);
+            }
+            None => {}
+        }
+    }
+
+    /// What each band was served lately.
+    fn shares(&mut self, now_ms: u64) -> Shares {
+        let is_few = self.sent.sum(now_ms) < SHARE_REQUESTS as u64;
+        let mut costs = vec![0_u64; self.all.capacity()];
+        if is_few {
+            for sent in &self.recent {
+                costs[sent.band] = costs[sent.band].saturating_add(sent.cost);
+            }
+        } else {
+            for (band, state) in &mut self.all {
+                costs[band] = state.served.sum(now_ms);
+            }
+        }
+        Shares { costs }
+    }
+
     pub(super) fn tidy(&mut self) {
         self.all
             .iter_mut()
             .for_each(|(_, band)| band.rotation.tidy());
         let all = &mut self.all;
         all.retain(|_, band| !band.retired || band.inflight > 0 || !band.waiting.is_empty());
+        // The number of a band that went may be given to another.
+        let is_there = |sent: &Sent| all.contains(sent.band);
+        if !self.recent.iter().all(is_there) {
+            self.recent.clear();
+            self.first_recent += SHARE_REQUESTS as u64;
+        }
         self.order = self.all.iter().map(|(id, _)| id).collect();
         let all = &self.all;
         self.order.sort_by(|left, right| {
@@ -235,6 +310,22 @@ impl Bands {
                 .total_cmp(&all[*left].spec.priority)
         });
         id
+    }
+}
+
+/// What the bands were served lately, by their numbers.
+struct Shares {
+    costs: Vec<u64>,
+}
+
+impl Shares {
+    /// 0..1; unknown where nothing was served.
+    fn of(&self, band: usize) -> Option<f64> {
+        let total = self
+            .costs
+            .iter()
+            .fold(0_u64, |sum, cost| sum.saturating_add(*cost));
+        (total > 0).then(|| self.costs[band] as f64 / total as f64)
     }
 }
 

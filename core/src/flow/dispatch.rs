@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use llmgw_plugins::{BandSpec, Gate};
 
-use super::bands::{BandReport, Bands, SHARE_WINDOW_MS};
-use super::lane::{Lane, LaneFacts, RATE_WINDOW_MS};
+use super::bands::{BandReport, Bands, SentAt};
+use super::lane::{Lane, LaneFacts, RATE_WINDOW_MS, Unread};
 use super::rotation::{Member, Meters, Ticket};
 use super::slots::Slots;
 use super::turns::{LaneId, Standing};
@@ -46,7 +46,9 @@ pub struct Arrival<'a> {
 /// What a request asks of a replica. Costs are in thousandths.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Size {
-    /// Prompt tokens that the replica has to read.
+    /// The whole prompt.
+    pub input_tokens: u64,
+    /// Of these, what the chosen replica has to read.
     pub todo_tokens: u64,
     /// Charged when it is sent.
     pub first_cost: u64,
@@ -77,6 +79,8 @@ pub enum Arrived {
     Granted(Grant),
     Queued {
         ticket: Ticket,
+        /// It was put out for this one: its tenant has more places than its share, and the band is full.
+        displaced: Option<Ticket>,
         ahead: Ahead,
         /// As its band has it now.
         ttl_ms: u64,
@@ -107,11 +111,13 @@ pub struct Grant {
     member: Member,
     meters: Meters,
     /// Prompt tokens that are ahead of others until the first byte.
-    sent_tokens: u64,
+    unread: Unread,
+    /// Where its lane keeps the same, if nobody sees its first byte.
+    unseen_at: Option<(u64, u64)>,
+    sent_at: SentAt,
     /// Those of others that were ahead of it.
     sent_before: u64,
     charged: u64,
-    expected: u64,
     unseen: Option<Unseen>,
     granted_ms: u64,
 }
@@ -132,9 +138,7 @@ impl Grant {
 
     /// The prompt was read. True the first time.
     pub fn first_byte(&mut self) -> bool {
-        let tokens = std::mem::take(&mut self.sent_tokens);
-        self.slots.read(tokens);
-        tokens > 0
+        self.unread.read(&self.slots) > 0
     }
 
     pub fn charged(&self) -> u64 {
@@ -166,6 +170,8 @@ struct Waiting {
     size: Size,
     since_ms: u64,
     stay_until_ms: u64,
+    /// What its slot was taken for.
+    sent_tokens: u64,
     /// Where it waits; nowhere while a new replica is chosen for it.
     bound: Option<Bound>,
 }
@@ -188,6 +194,7 @@ pub struct Dispatcher {
     saturation: Option<f64>,
     next_ticket: Ticket,
     next_lane: LaneId,
+    next_grant: u64,
     served: Window,
 }
 
@@ -213,6 +220,7 @@ impl Dispatcher {
             saturation: None,
             next_ticket: 0,
             next_lane: 0,
+            next_grant: 0,
             served: Window::new(RATE_WINDOW_MS),
         }
     }
@@ -305,9 +313,10 @@ impl Dispatcher {
 
     /// A request comes.
     pub fn arrive(&mut self, arrival: &Arrival<'_>, now_ms: u64) -> Arrived {
-        let Some(lane) = self.lanes.get(&arrival.lane) else {
+        let Some(lane) = self.lanes.get_mut(&arrival.lane) else {
             return Arrived::Closed;
         };
+        lane.settle(now_ms);
         if !lane.facts.open && !arrival.goes_first {
             return Arrived::Closed;
         }
@@ -327,12 +336,25 @@ impl Dispatcher {
             return Arrived::Granted(self.grant(band, member, arrival.size, arrival.lane, now_ms));
         }
         let ahead = self.ahead(band, now_ms);
-        if self.bands[band].waiting.len() as u64 >= self.bands[band].spec.max_queue {
+        let is_full = self.bands[band].waiting.len() as u64 >= self.bands[band].spec.max_queue;
+        let mut displaced = None;
+        // Who had its turn already is not turned away.
+        if is_full && !arrival.goes_first {
+            if let Some(lane) = self.lane_with_room(now_ms) {
+                return self.grant_elsewhere(band, arrival, lane, now_ms);
+            }
             self.bands[band].rejections.add(now_ms, 1);
-            return Arrived::Full(ahead);
+            let rotation = &mut self.bands[band].rotation;
+            let newcomer = rotation.member(arrival.tenant, arrival.weight, arrival.flow);
+            displaced = rotation.displaced_by(newcomer);
+            match displaced {
+                Some(ticket) => self.cancel(ticket),
+                None => return Arrived::Full(ahead),
+            };
         }
         Arrived::Queued {
             ticket: self.queue(band, arrival, now_ms),
+            displaced,
             ahead,
             ttl_ms: self.bands[band].spec.ttl_ms,
         }
@@ -370,9 +392,16 @@ impl Dispatcher {
             else {
                 return;
             };
-            let size = waiting.size;
-            if !place.slots.try_take(size.todo_tokens, &place.room) {
+            let todo = match waiting.bound {
+                Some(bound) if bound.lane == lane => waiting.size.todo_tokens,
+                // What is in its own replica's cache is not in this one's.
+                _ => waiting.size.input_tokens,
+            };
+            if !place.slots.try_take(todo, &place.room) {
                 return;
+            }
+            if let Some(waiting) = self.waiting.get_mut(&ticket) {
+                waiting.sent_tokens = todo;
             }
             granted.push((ticket, self.send(ticket, lane, now_ms)));
         }
@@ -409,20 +438,18 @@ impl Dispatcher {
             Some(more) => grant.meters.charge(more),
             None => band.rotation.credit(grant.member, grant.charged - cost),
         }
-        match cost.checked_sub(grant.expected) {
-            Some(more) => band.served.add(now_ms, more),
-            // What was expected long ago counts no more, so it is not taken from what was served since.
-            None if now_ms.saturating_sub(grant.granted_ms) < SHARE_WINDOW_MS => {
-                band.served.take_back(now_ms, grant.expected - cost);
-            }
-            None => {}
-        }
         band.rotation.ended(grant.member);
+        let sent_ms = grant.granted_ms;
+        self.bands
+            .cost(grant.band, grant.sent_at, sent_ms, cost, now_ms);
         if cost > 0 {
             self.served.add(now_ms, cost);
             if let Some(lane) = self.lanes.get_mut(&grant.lane) {
                 lane.served.add(now_ms, cost);
             }
+        }
+        if let (Some(at), Some(lane)) = (grant.unseen_at, self.lanes.get_mut(&grant.lane)) {
+            lane.unseen.remove(&at);
         }
         cost
     }
@@ -450,8 +477,7 @@ impl Dispatcher {
             match newest {
                 Some(ticket) if most - least > penalty_ms => {
                     let to = *to;
-                    self.unbind(ticket);
-                    self.bind_to(ticket, to, false);
+                    self.move_to(ticket, to);
                 }
                 _ => return,
             }
@@ -475,6 +501,14 @@ impl Dispatcher {
 
     pub fn queued(&self) -> u32 {
         self.waiting.len() as u32
+    }
+
+    /// Whether a request of any size would be sent to this replica now.
+    pub fn has_room(&mut self, lane: LaneId, now_ms: u64) -> bool {
+        self.lanes.get_mut(&lane).is_some_and(|lane| {
+            lane.settle(now_ms);
+            lane.has_room()
+        })
     }
 
     /// Every band, the highest first.
@@ -538,6 +572,7 @@ impl Dispatcher {
                 size: arrival.size,
                 since_ms: now_ms,
                 stay_until_ms: arrival.stay_until_ms,
+                sent_tokens: 0,
                 bound: None,
             },
         );
@@ -562,7 +597,8 @@ impl Dispatcher {
             None
         } else {
             let rotation = &mut self.bands[waiting.band].rotation;
-            let member = rotation.member(&waiting.tenant, waiting.weight, waiting.flow.as_ref());
+            let (tenant, flow) = (&waiting.tenant, waiting.flow.as_ref());
+            let member = rotation.known_member(tenant, waiting.weight, flow);
             rotation.push(member, lane_id, ticket);
             Some(member)
         };
@@ -591,6 +627,16 @@ impl Dispatcher {
         }
     }
 
+    /// Binds a request to a replica that has none of its prompt.
+    fn move_to(&mut self, ticket: Ticket, lane: LaneId) {
+        self.unbind(ticket);
+        if let Some(waiting) = self.waiting.get_mut(&ticket) {
+            waiting.size.todo_tokens = waiting.size.input_tokens;
+            waiting.stay_until_ms = 0;
+        }
+        self.bind_to(ticket, lane, false);
+    }
+
     /// Everybody leaves a replica: for the open one with the shortest queue, those who may go anywhere.
     fn evacuate(&mut self, from: LaneId, now_ms: u64) -> Vec<Ticket> {
         let pool_rate = self.rate_per_lane(now_ms);
@@ -598,7 +644,7 @@ impl Dispatcher {
             return Vec::new();
         };
         let tickets: Vec<Ticket> = lane.waiting.iter().copied().collect();
-        let bound_to_it: Vec<Ticket> = lane.first.iter().copied().collect();
+        let bound_to_it = lane.first.clone();
         let mut orphans = Vec::new();
         for ticket in tickets {
             self.unbind(ticket);
@@ -612,9 +658,7 @@ impl Dispatcher {
                 })
                 .min_by(|left, right| left.0.total_cmp(&right.0).then(left.1.cmp(&right.1)));
             match shortest {
-                Some((_, _, to)) if !bound_to_it.contains(&ticket) => {
-                    self.bind_to(ticket, to, false);
-                }
+                Some((_, _, to)) if !bound_to_it.contains(&ticket) => self.move_to(ticket, to),
                 _ => orphans.push(ticket),
             }
         }
@@ -623,8 +667,12 @@ impl Dispatcher {
 
     /// Who is sent next to this replica, if it had room.
     fn next_on(&mut self, lane_id: LaneId, now_ms: u64) -> Option<Ticket> {
-        let lane = self.lanes.get(&lane_id)?;
-        if self.waiting.is_empty() || !lane.has_room() {
+        if self.waiting.is_empty() {
+            return None;
+        }
+        let lane = self.lanes.get_mut(&lane_id)?;
+        lane.settle(now_ms);
+        if !lane.has_room() {
             return None;
         }
         if let Some(first) = lane.first.first() {
@@ -684,9 +732,14 @@ impl Dispatcher {
             let rotation = &mut self.bands[waiting.band].rotation;
             let known = waiting.bound.and_then(|bound| bound.member);
             let member = known.unwrap_or_else(|| {
-                rotation.member(&waiting.tenant, waiting.weight, waiting.flow.as_ref())
+                let (tenant, flow) = (&waiting.tenant, waiting.flow.as_ref());
+                rotation.known_member(tenant, waiting.weight, flow)
             });
-            (waiting.band, waiting.size, member)
+            let size = Size {
+                todo_tokens: waiting.sent_tokens,
+                ..waiting.size
+            };
+            (waiting.band, size, member)
         };
         let grant = self.grant(band, member, size, lane, now_ms);
         self.cancel(ticket);
@@ -705,23 +758,66 @@ impl Dispatcher {
         let state = &mut self.bands[band];
         let meters = state.rotation.served(member);
         let charged = size.first_cost + size.unseen.map_or(0, |unseen| unseen.cost);
-        meters.charge(charged);
-        state.served.add(now_ms, size.expected_cost);
+        // What is free takes turns too.
+        meters.charge(charged + 1);
         state.inflight += 1;
-        let slots = self.lanes[&lane].slots.clone();
+        let sent_at = self.bands.sent(band, size.expected_cost, now_ms);
+        let unread = Unread::new(size.todo_tokens);
+        let number = self.next_grant;
+        self.next_grant += 1;
+        let place = self.lanes.get_mut(&lane).expect("a slot of it was taken");
+        let sent_before = place.slots.sent_tokens().saturating_sub(size.todo_tokens);
+        let unseen_at = size.unseen.map(|_| {
+            let read_ms = place.reading_ms(sent_before + size.todo_tokens);
+            let at = (now_ms.saturating_add(read_ms), number);
+            place.unseen.insert(at, unread.clone());
+            at
+        });
         Grant {
             lane,
             band,
             member,
             meters,
-            sent_tokens: size.todo_tokens,
-            sent_before: slots.sent_tokens().saturating_sub(size.todo_tokens),
-            slots,
+            unread,
+            unseen_at,
+            sent_at,
+            sent_before,
+            slots: place.slots.clone(),
             charged,
-            expected: size.expected_cost,
             unseen: size.unseen,
             granted_ms: now_ms,
         }
+    }
+
+    /// A replica that has room and nobody waiting.
+    fn lane_with_room(&mut self, now_ms: u64) -> Option<LaneId> {
+        self.lanes.iter_mut().find_map(|(id, lane)| {
+            lane.settle(now_ms);
+            let is_idle = lane.facts.open && lane.waiting.is_empty() && lane.has_room();
+            is_idle.then_some(*id)
+        })
+    }
+
+    /// Sends an arrival to a replica that was not chosen for it, since nobody may wait for the one that was.
+    fn grant_elsewhere(
+        &mut self,
+        band: usize,
+        arrival: &Arrival<'_>,
+        lane: LaneId,
+        now_ms: u64,
+    ) -> Arrived {
+        let size = Size {
+            todo_tokens: arrival.size.input_tokens,
+            ..arrival.size
+        };
+        let place = &self.lanes[&lane];
+        if !place.slots.try_take(size.todo_tokens, &place.room) {
+            // Another model of the same engine was faster.
+            return Arrived::Full(self.ahead(band, now_ms));
+        }
+        let rotation = &mut self.bands[band].rotation;
+        let member = rotation.member(arrival.tenant, arrival.weight, arrival.flow);
+        Arrived::Granted(self.grant(band, member, size, lane, now_ms))
     }
 }
 

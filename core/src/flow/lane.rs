@@ -1,7 +1,8 @@
 //! One replica's queue in the gateway: who waits there, and how much may be sent.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use llmgw_plugins::Gate;
 
@@ -49,6 +50,26 @@ pub(super) struct Lane {
     pub queued_cost: u64,
     /// What was served here.
     pub served: Window,
+    /// Prompts of answers that come at once, by when they should be read: nobody sees their first byte.
+    pub unseen: BTreeMap<(u64, u64), Unread>,
+}
+
+/// A prompt that was sent and is not read: its tokens are ahead of those that come after. Shared by its grant and, where nobody sees
+/// its first byte, by its lane.
+#[derive(Debug, Clone)]
+pub(super) struct Unread(Arc<AtomicU64>);
+
+impl Unread {
+    pub fn new(tokens: u64) -> Unread {
+        Unread(Arc::new(AtomicU64::new(tokens)))
+    }
+
+    /// It is read. Returns the tokens, the first time.
+    pub fn read(&self, slots: &Slots) -> u64 {
+        let tokens = self.0.swap(0, Ordering::Relaxed);
+        slots.read(tokens);
+        tokens
+    }
 }
 
 impl Lane {
@@ -62,7 +83,22 @@ impl Lane {
             first: BTreeSet::new(),
             queued_cost: 0,
             served: Window::new(RATE_WINDOW_MS),
+            unseen: BTreeMap::new(),
         }
+    }
+
+    /// Counts prompts as read that should be by now.
+    pub fn settle(&mut self, now_ms: u64) {
+        while let Some(entry) = self.unseen.first_entry()
+            && entry.key().0 <= now_ms
+        {
+            entry.remove().read(&self.slots);
+        }
+    }
+
+    /// How long the replica takes to read so many prompt tokens.
+    pub fn reading_ms(&self, tokens: u64) -> u64 {
+        (tokens as f64 * self.facts.ms_per_prefill_token) as u64
     }
 
     pub fn tell(&mut self, facts: LaneFacts, gate: &Gate) {

@@ -6,6 +6,8 @@
 
 /// What one request, or one token, weighs: forgiving `limit` of these each millisecond is exact for every limit.
 const UNITS_EACH: u128 = 60_000;
+/// What was spent is forgiven in this time.
+const MINUTE_MS: u64 = 60_000;
 /// Debt beyond this is forgiven at once: an engine that counts nonsense must not lock a tenant out for good.
 const DEBT_MAX_MINUTES: u128 = 60;
 /// How long a tenant that has all its requests open is told to wait: when one of them ends nobody knows.
@@ -46,6 +48,7 @@ pub struct Held {
     tokens: u64,
     /// It was counted against `requests_per_minute`.
     is_counted: bool,
+    since_ms: u64,
 }
 
 /// Why a request may not pass now, as facts. Nothing was taken.
@@ -141,22 +144,36 @@ impl Ledger {
         self.open += 1;
         self.requests_spent += UNITS_EACH * u128::from(is_counted);
         self.tokens_spent += UNITS_EACH * u128::from(tokens);
-        Ok(Held { tokens, is_counted })
+        Ok(Held {
+            tokens,
+            is_counted,
+            since_ms: self.seen_ms,
+        })
     }
 
     /// A request ended. `used`: the tokens that it took, or `None` where no engine was asked: then it costs nothing at all.
     pub fn end(&mut self, now_ms: u64, held: Held, used: Option<u64>) {
         self.forgive(now_ms);
         self.open = self.open.saturating_sub(1);
+        // What was reserved a while ago has been forgiven in part, and is not given back again: bursts would be saved up in
+        // requests that only wait.
+        let unforgiven_ms =
+            u128::from(MINUTE_MS.saturating_sub(self.seen_ms.saturating_sub(held.since_ms)));
+        let given_back = |units: u128| units * unforgiven_ms / u128::from(MINUTE_MS);
         if used.is_none() && held.is_counted {
-            self.requests_spent = self.requests_spent.saturating_sub(UNITS_EACH);
+            let back = given_back(UNITS_EACH);
+            self.requests_spent = self.requests_spent.saturating_sub(back);
         }
         let Some(limit) = self.limits.tokens_per_minute else {
             return;
         };
         let used = UNITS_EACH * u128::from(used.unwrap_or(0));
+        let reserved = UNITS_EACH * u128::from(held.tokens);
         let before = self.tokens_spent;
-        let spent = (before + used).saturating_sub(UNITS_EACH * u128::from(held.tokens));
+        let spent = match used.checked_sub(reserved) {
+            Some(more) => before + more,
+            None => before.saturating_sub(given_back(reserved - used)),
+        };
         let debt_max = (1 + DEBT_MAX_MINUTES) * capacity(limit);
         // A limit that was lowered may have left more than that; nobody's end makes it less than what is held.
         self.tokens_spent = spent.min(debt_max.max(before));

@@ -31,7 +31,8 @@ impl Permit {
             grant: Some(grant),
             replica,
             uncharged_tokens: 0,
-            settled: Settled::AsCharged,
+            // Until it is used: who leaves before the request was sent pays nothing.
+            settled: Settled::Nothing,
         }
     }
 
@@ -46,6 +47,11 @@ impl Permit {
     /// Prompt tokens that were sent to the replica before this request and are unread.
     pub fn sent_before(&self) -> u64 {
         self.grant.as_ref().map_or(0, Grant::sent_before)
+    }
+
+    /// The request goes out: from now on it costs what it is charged.
+    pub fn sent(&mut self) {
+        self.settled = Settled::AsCharged;
     }
 
     /// The first byte came: the prompt is no longer ahead of anybody.

@@ -42,6 +42,8 @@ pub enum Turn {
     Granted(Permit),
     /// Its replica takes nothing any more, and there is no other that is known to.
     ChooseAgain,
+    /// Its band is full, and its tenant has more places than its share: somebody else got this one.
+    Displaced,
 }
 
 /// How a request got in.
@@ -95,13 +97,18 @@ impl Queues {
             Arrived::Closed => Entered::Closed,
             Arrived::Queued {
                 ticket,
+                displaced,
                 ahead,
                 ttl_ms,
             } => {
                 let (tell, turn) = oneshot::channel();
                 state.waiters.insert(ticket, tell);
+                let displaced = displaced.and_then(|ticket| state.waiters.remove(&ticket));
                 self.count(&state);
                 drop(state);
+                if let Some(displaced) = displaced {
+                    let _ = displaced.send(Turn::Displaced);
+                }
                 if arrival.stay_until_ms <= clock::now_ms() {
                     // Another replica may have room for it.
                     self.fill_all();
@@ -120,6 +127,11 @@ impl Queues {
     /// What is before the next request of a band.
     pub fn ahead_of(&self, band: &str) -> Ahead {
         self.lock().dispatcher.ahead_of(band, clock::now_ms())
+    }
+
+    /// Whether a request of any size would be sent to this replica now.
+    pub fn has_room(&self, lane: LaneId) -> bool {
+        self.lock().dispatcher.has_room(lane, clock::now_ms())
     }
 
     pub fn queued(&self) -> u32 {

@@ -65,11 +65,33 @@ struct Flows {
 impl Rotation {
     /// The member that a tenant and a key within it name.
     pub fn member(&mut self, tenant: &Arc<str>, weight: f64, key: Option<&Arc<str>>) -> Member {
-        let tenant = self.tenants.account(tenant, weight);
+        self.tenants.account(tenant, weight);
+        self.known_member(tenant, weight, key)
+    }
+
+    /// The same for a request that has waited: a tenant that is there keeps its present weight.
+    pub fn known_member(
+        &mut self,
+        tenant: &Arc<str>,
+        weight: f64,
+        key: Option<&Arc<str>>,
+    ) -> Member {
+        let known = self.tenants.known_account(tenant, weight);
         let whole = self.whole.get_or_insert_with(|| Arc::from(WHOLE_TENANT));
-        let flows = self.flows.entry(tenant).or_default();
+        let flows = self.flows.entry(known).or_default();
         let flow = flows.turns.account(key.unwrap_or(whole), 1.0);
-        Member { tenant, flow }
+        Member {
+            tenant: known,
+            flow,
+        }
+    }
+
+    /// The newest request of the tenant that has the most places for its weight, if the newcomer's would have fewer with
+    /// one more.
+    pub fn displaced_by(&self, newcomer: Member) -> Option<Ticket> {
+        let greediest = self.tenants.greediest(newcomer.tenant)?;
+        let queues = self.flows.get(&greediest)?.queues.values();
+        queues.filter_map(|queue| queue.last().copied()).max()
     }
 
     pub fn push(&mut self, member: Member, lane: LaneId, ticket: Ticket) {
@@ -146,7 +168,8 @@ impl Rotation {
         self.tenants.tidy();
         let tenants = &self.tenants;
         self.flows.retain(|tenant, flows| {
-            flows.turns.tidy();
+            // What a flow owes its tenant's other flows is forgotten once it has nothing: there may be one for each session.
+            flows.turns.forget_idle();
             tenants.contains(*tenant)
         });
     }

@@ -106,7 +106,7 @@ impl Slots {
     }
 
     /// A prompt was read: its tokens are no longer ahead of anybody.
-    pub fn read(&self, tokens: u64) {
+    pub(super) fn read(&self, tokens: u64) {
         self.sent_tokens.fetch_sub(tokens, Ordering::Relaxed);
     }
 

@@ -17,6 +17,9 @@ pub type LaneId = u32;
 
 /// Accounts that are kept although nothing of theirs is left: their debts are remembered until the others caught up.
 const INDEBTED_ACCOUNTS_MAX: usize = 16_384;
+/// One charge at most, in thousandths: ten million tokens at a price of 100. An engine that counts nonsense does not put its tenant
+/// last for good.
+const CHARGE_MAX: u64 = 1_000_000_000_000;
 /// Weights are at least this, so that a cost divided by one stays a number.
 const WEIGHT_MIN: f64 = 0.01;
 
@@ -26,7 +29,7 @@ pub struct Meter(Arc<AtomicU64>);
 
 impl Meter {
     pub fn charge(&self, cost: u64) {
-        self.0.fetch_add(cost, Ordering::Relaxed);
+        self.0.fetch_add(cost.min(CHARGE_MAX), Ordering::Relaxed);
     }
 }
 
@@ -39,6 +42,8 @@ pub struct Turns {
     waiting: HashMap<LaneId, BTreeSet<(u64, usize)>>,
     /// Those that wait anywhere.
     anywhere: BTreeSet<(u64, usize)>,
+    /// The same, by how many wait for their weight.
+    places: BTreeSet<(u64, usize)>,
     /// How far the one that waits longest has come; never goes back.
     virtual_time: u64,
 }
@@ -50,8 +55,9 @@ struct Account {
     /// The time under which it stands in the sets; never after `time`.
     key: u64,
     meter: Meter,
-    /// Requests that wait, by place.
+    /// Requests that wait, by place, and all of them.
     waiting: Vec<(LaneId, u32)>,
+    queued: u32,
     inflight: u32,
 }
 
@@ -67,12 +73,21 @@ pub struct Standing {
 impl Turns {
     /// The account of this name, made where there is none. A weight holds for what is charged from now on.
     pub fn account(&mut self, name: &Arc<str>, weight: f64) -> usize {
+        let id = self.known_account(name, weight);
+        let weight = weight.max(WEIGHT_MIN);
+        if self.accounts[id].weight != weight {
+            self.fold(id);
+            self.places.remove(&self.place(id));
+            self.accounts[id].weight = weight;
+            self.enter_places(id);
+        }
+        id
+    }
+
+    /// The same, but one that is there keeps its weight: a request that waited for an hour does not know the present one.
+    pub fn known_account(&mut self, name: &Arc<str>, weight: f64) -> usize {
         let weight = weight.max(WEIGHT_MIN);
         if let Some(&id) = self.by_name.get(name) {
-            if self.accounts[id].weight != weight {
-                self.fold(id);
-                self.accounts[id].weight = weight;
-            }
             return id;
         }
         let id = self.accounts.insert(Account {
@@ -82,6 +97,7 @@ impl Turns {
             key: self.virtual_time,
             meter: Meter::default(),
             waiting: Vec::new(),
+            queued: 0,
             inflight: 0,
         });
         self.by_name.insert(name.clone(), id);
@@ -95,7 +111,9 @@ impl Turns {
     /// One more request of the account waits in this place.
     pub fn enter(&mut self, id: usize, lane: LaneId) {
         self.wake(id);
+        self.places.remove(&self.place(id));
         let account = &mut self.accounts[id];
+        account.queued += 1;
         if account.waiting.is_empty() {
             self.anywhere.insert((account.key, id));
         }
@@ -109,6 +127,7 @@ impl Turns {
                     .insert((account.key, id));
             }
         }
+        self.enter_places(id);
     }
 
     /// One of its requests no longer waits in this place.
@@ -117,7 +136,14 @@ impl Turns {
         let Some(at) = account.waiting.iter().position(|(place, _)| *place == lane) else {
             return;
         };
+        let place = (places_for(account.queued, account.weight), id);
+        account.queued -= 1;
         account.waiting[at].1 -= 1;
+        self.places.remove(&place);
+        if account.queued > 0 {
+            let now = places_for(account.queued, account.weight);
+            self.places.insert((now, id));
+        }
         if account.waiting[at].1 > 0 {
             return;
         }
@@ -185,6 +211,25 @@ impl Turns {
         }
     }
 
+    /// Whoever has the most places for its weight, where an account with one more than now would have fewer.
+    pub fn greediest(&self, newcomer: usize) -> Option<usize> {
+        let account = &self.accounts[newcomer];
+        let (most, id) = self.places.last().copied()?;
+        let with_one_more = places_for(account.queued + 1, account.weight);
+        (id != newcomer && with_one_more < most).then_some(id)
+    }
+
+    /// Forgets all accounts that have nothing, whatever they owe.
+    pub fn forget_idle(&mut self) {
+        let idle: Vec<usize> = self
+            .accounts
+            .iter()
+            .filter(|(_, account)| account.waiting.is_empty() && account.inflight == 0)
+            .map(|(id, _)| id)
+            .collect();
+        idle.into_iter().for_each(|id| self.forget(id));
+    }
+
     /// Forgets accounts that have nothing and owe nothing, and those that owe least where there are too many.
     pub fn tidy(&mut self) {
         let idle: Vec<usize> = self
@@ -224,7 +269,7 @@ impl Turns {
             .iter()
             .map(|(_, account)| Standing {
                 name: account.name.clone(),
-                queued: account.waiting.iter().map(|(_, count)| count).sum(),
+                queued: account.queued,
                 inflight: account.inflight,
                 time: account.time,
             })
@@ -281,10 +326,26 @@ impl Turns {
         self.anywhere.insert(new);
     }
 
+    fn place(&self, id: usize) -> (u64, usize) {
+        let account = &self.accounts[id];
+        (places_for(account.queued, account.weight), id)
+    }
+
+    fn enter_places(&mut self, id: usize) {
+        if self.accounts[id].queued > 0 {
+            self.places.insert(self.place(id));
+        }
+    }
+
     fn forget(&mut self, id: usize) {
         let account = self.accounts.remove(id);
         self.by_name.remove(&account.name);
     }
+}
+
+/// How many wait, for a weight of 1; in thousandths.
+fn places_for(queued: u32, weight: f64) -> u64 {
+    (f64::from(queued) * 1e3 / weight) as u64
 }
 
 /// A cost as virtual time. Something always costs something: else many small costs were free for a heavy weight.
@@ -384,6 +445,27 @@ mod tests {
         assert_eq!(turns.least(0).unwrap().0, ids[0]);
         turns.credit(ids[1], 5);
         assert_eq!(turns.least(0).unwrap().0, ids[1]);
+    }
+
+    #[test]
+    fn the_greediest_is_whoever_has_the_most_places_for_its_weight() {
+        let (mut turns, ids) = turns(&[("heavy", 2.0), ("light", 1.0), ("new", 1.0)]);
+        (0..6).for_each(|_| turns.enter(ids[0], 0));
+        (0..2).for_each(|_| turns.enter(ids[1], 1));
+        assert_eq!(turns.greediest(ids[2]), Some(ids[0]));
+        assert_eq!(turns.greediest(ids[0]), None, "it is the greediest itself");
+        assert_eq!(
+            turns.greediest(ids[1]),
+            None,
+            "three for 1 are as many as six for 2"
+        );
+        (0..3).for_each(|_| turns.leave(ids[0], 0));
+        assert_eq!(turns.greediest(ids[2]), Some(ids[1]));
+        turns.account(&Arc::from("light"), 10.0);
+        assert_eq!(turns.greediest(ids[2]), Some(ids[0]));
+        (0..3).for_each(|_| turns.leave(ids[0], 0));
+        (0..2).for_each(|_| turns.leave(ids[1], 1));
+        assert_eq!(turns.greediest(ids[2]), None);
     }
 
     #[test]

@@ -128,6 +128,15 @@ impl Tenants {
         }
     }
 
+    /// As [`Tenants::accounts`], each with the bands that the tenant may use; none listed means all.
+    pub fn with_bands(&self) -> impl Iterator<Item = (&[Arc<str>], &Arc<TenantAccount>)> {
+        let open = self.known.is_empty().then_some((&[][..], &self.open));
+        self.known
+            .iter()
+            .map(|known| (&*known.tenant.bands, &known.account))
+            .chain(open)
+    }
+
     /// The accounts of all tenants, in the configuration's order; where none is configured, that of everybody.
     pub fn accounts(&self) -> impl Iterator<Item = &Arc<TenantAccount>> {
         let open = self.known.is_empty().then_some(&self.open);

@@ -7,6 +7,7 @@ use llmgw_plugins::{Band, BandSpec, Hook, PolicySet, TenantView};
 
 use super::auth::Caller;
 use super::job::{Facts, Job};
+use crate::flow::tenant::TenantAccount;
 
 /// The band of callers who have none of their own.
 pub const OPEN_BAND: &str = "standard";
@@ -35,15 +36,7 @@ pub fn hint(
 pub fn classify(job: &mut Job, caller: &Caller) {
     let set = job.set.clone();
     let (bands, allowed) = (set.bands_at_load(), allowed(caller));
-    let tenant = TenantView {
-        name: &caller.name,
-        band: allowed.first().map_or(OPEN_BAND, |band| &**band),
-        best_band: best(bands, allowed).map_or(OPEN_BAND, |band| &*band.name),
-        weight: caller.account.configured_weight(),
-        inflight: u64::from(caller.account.inflight()),
-        queued: u64::from(caller.account.queued()),
-        ..TenantView::default()
-    };
+    let tenant = tenant_view(bands, allowed, &caller.account);
     let band = set.classify(&job.view(0), &tenant);
     let band = within(bands, allowed, band);
     if set.defines(Hook::Key) {
@@ -54,6 +47,23 @@ pub fn classify(job: &mut Job, caller: &Caller) {
         Some(spec) => spec.clone(),
         None => unlisted(band.name),
     };
+}
+
+/// A tenant as policies see it.
+pub fn tenant_view<'a>(
+    bands: &'a [BandSpec],
+    allowed: &'a [Arc<str>],
+    account: &'a TenantAccount,
+) -> TenantView<'a> {
+    TenantView {
+        name: &account.name,
+        band: allowed.first().map_or(OPEN_BAND, |band| &**band),
+        best_band: best(bands, allowed).map_or(OPEN_BAND, |band| &*band.name),
+        weight: account.configured_weight(),
+        inflight: u64::from(account.inflight()),
+        queued: u64::from(account.queued()),
+        ..TenantView::default()
+    }
 }
 
 /// A band of a policy that lists none: some may wait, for a while.

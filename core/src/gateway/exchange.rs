@@ -194,7 +194,7 @@ impl Exchange {
         };
         if matches!(ending, Ending::Complete) {
             self.admitted.succeeded();
-            self.learn();
+            self.learn(&record.tenant);
             return;
         }
         record.code = match ending {
@@ -241,7 +241,7 @@ impl Exchange {
     }
 
     /// What this exchange taught about the replica's speed and the model's tokens.
-    fn learn(&self) {
+    fn learn(&self, tenant: &Arc<str>) {
         let Some(first) = self.first_byte_at else {
             return;
         };
@@ -256,7 +256,7 @@ impl Exchange {
             replica.learn_decode(first.elapsed(), self.events.saturating_sub(1));
             self.pool.learn_first_byte(first_byte);
         }
-        self.pool.learn_usage(&self.asked, &self.usage);
+        self.pool.learn_usage(&self.asked, &self.usage, tenant);
     }
 }
 

@@ -26,9 +26,6 @@ use crate::routing::prefix::PromptHashes;
 use crate::routing::replica::Replica;
 use crate::telemetry::OpenRecord;
 
-/// What a body with images, or a form, is taken to need for its input: a megabyte of it is no quarter of a million tokens.
-const NOT_TEXT_MAX_TOKENS: u64 = 4_096;
-
 /// A request on its way. The record in it is written when it is dropped, wherever that is.
 pub struct Job {
     pub gateway: Arc<Gateway>,
@@ -161,15 +158,10 @@ impl Job {
 
     /// What the request will probably take of its tenant's limits.
     pub fn wanted(&self) -> Ask {
-        let is_text = matches!(self.body, Body::Json(_)) && !self.facts.has_images;
-        let input_tokens = match is_text {
-            true => self.asked.ask.input_tokens,
-            false => self.asked.ask.input_tokens.min(NOT_TEXT_MAX_TOKENS),
-        };
         Ask {
-            input_tokens,
+            input_tokens: self.asked.ask.input_tokens,
             output_tokens: self.asked.ask.est_output_tokens,
-            is_text,
+            is_text: self.asked.is_text,
         }
     }
 
@@ -187,6 +179,7 @@ impl Job {
             weight: self.weight,
             flow: self.flow.as_ref(),
             size: Size {
+                input_tokens: ask.input_tokens,
                 todo_tokens: ask.input_tokens.saturating_sub(chosen.prefix_tokens),
                 first_cost,
                 expected_cost: first_cost.saturating_add(output_cost),

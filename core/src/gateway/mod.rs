@@ -37,6 +37,7 @@ pub mod sse;
 pub mod state;
 pub mod tls;
 pub mod usage;
+mod wait;
 
 #[cfg(test)]
 mod recordings;

@@ -36,6 +36,7 @@ use super::state::{Gateway, Runtime};
 use crate::config::Model;
 use crate::flow::tenant::TenantAccount;
 use crate::random;
+use crate::routing::pool::Wanted;
 use crate::routing::prefix::PromptHashes;
 use crate::telemetry::OpenRecord;
 use crate::telemetry::access::{AccessRecord, Outcome};
@@ -321,6 +322,7 @@ fn prepare(
     let facts = understood.facts;
     let band_hint = band::hint(&set, &caller, header, &facts);
     let prompt_bytes = understood.body.bytes().len() as u64;
+    let is_text = matches!(understood.body, Body::Json(_)) && !facts.has_images;
     let mut job = Box::new(Job {
         gateway: gateway.clone(),
         config: runtime.config.clone(),
@@ -335,7 +337,13 @@ fn prepare(
         headers: parts.headers,
         body: understood.body,
         dialect,
-        asked: pool.ask(prompt_bytes, facts.max_tokens, !facts.has_images),
+        asked: pool.ask(&Wanted {
+            tenant: &caller.name,
+            input_bytes: prompt_bytes,
+            max_tokens: facts.max_tokens,
+            choices: facts.n,
+            is_text,
+        }),
         asked_name,
         facts,
         prompt: understood.prompt,

@@ -145,6 +145,15 @@ impl Breaker {
         }
     }
 
+    /// When it will let a request pass, as far as is known.
+    pub fn retry_in_ms(&self, now_ms: u64) -> u64 {
+        match self.position {
+            Position::Closed { .. } => 0,
+            Position::Open { until_ms } => until_ms.saturating_sub(now_ms),
+            Position::HalfOpen => BREAKER_OPEN_MIN_MS,
+        }
+    }
+
     /// Lets a request pass, or not. A [`Admission::Trial`] must be given back, else no other request ever passes.
     pub fn admit(&mut self, now_ms: u64) -> Admission {
         match self.position {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use foldhash::HashMap;
 use llmgw_plugins::{
     BandQueue, BandSpec, Gate, Hook, PolicySet, PoolView, ReplicaView, RequestView, RoutingWeights,
 };
@@ -23,6 +24,12 @@ use crate::{clock, random};
 
 /// Candidates that a `routing.rank` hook is shown: the best ones by the native score.
 const RANKED_MAX: usize = 8;
+/// Images, sound and forms are no text: their bytes count as no more than this, in tokens.
+const NOT_TEXT_MAX_TOKENS: u64 = 4_096;
+/// Answers to one prompt that are counted (`n`): OpenAI's own limit.
+const CHOICES_MAX: u32 = 128;
+/// Tenants whose answers' length is known apart, of one model.
+const OUTPUTS_MAX: usize = 4_096;
 /// Reasons named in one refusal.
 const REASONS_SHOWN_MAX: usize = 5;
 
@@ -34,10 +41,24 @@ pub struct Asked {
     pub input_bytes: u64,
     /// Bytes that are no text (images) teach nothing about tokens.
     pub is_text: bool,
+    /// Answers to the same prompt.
+    pub choices: u32,
     /// Tokens of the prompt that the chosen replica probably has cached.
     pub prefix_tokens: u64,
     /// Uncached tokens that were ahead on the chosen replica.
     pub prefill_before: u64,
+}
+
+/// What is known of a request when it comes.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    pub tenant: &'a str,
+    pub input_bytes: u64,
+    pub max_tokens: Option<u64>,
+    /// Answers that it wants to the same prompt (`n`).
+    pub choices: u32,
+    /// Bytes that are no text say little about tokens.
+    pub is_text: bool,
 }
 
 /// A replica for one request, and the breaker's leave to use it.
@@ -64,7 +85,26 @@ pub struct Unavailable {
 pub struct Lessons {
     ratio: TokenRatio,
     output: OutputLength,
+    /// By tenant; those that are missing have the model's.
+    outputs: HashMap<Arc<str>, OutputLength>,
     first_byte: Quantiles,
+}
+
+impl Lessons {
+    fn output_of(&self, tenant: &str) -> &OutputLength {
+        self.outputs.get(tenant).unwrap_or(&self.output)
+    }
+
+    fn output(&mut self, tenant: &Arc<str>, tokens: u64) {
+        self.output.usage(tokens);
+        if self.outputs.len() < OUTPUTS_MAX && !self.outputs.contains_key(tenant) {
+            // It begins with what the model's answers were like.
+            self.outputs.insert(tenant.clone(), self.output.clone());
+        }
+        if let Some(known) = self.outputs.get_mut(tenant) {
+            known.usage(tokens);
+        }
+    }
 }
 
 /// The replicas of one model.
@@ -107,16 +147,23 @@ impl Pool {
         }
     }
 
-    /// Estimates what a request asks for, from its bytes and from what this model's requests taught.
-    pub fn ask(&self, input_bytes: u64, max_tokens: Option<u64>, is_text: bool) -> Asked {
+    /// Estimates what a request asks for, from its bytes and from what requests of this model and tenant taught.
+    pub fn ask(&self, wanted: &Wanted<'_>) -> Asked {
         let lessons = lock(&self.lessons);
+        let input_tokens = lessons.ratio.tokens(wanted.input_bytes);
+        let output = lessons.output_of(wanted.tenant);
+        let choices = wanted.choices.clamp(1, CHOICES_MAX);
         Asked {
             ask: Ask {
-                input_tokens: lessons.ratio.tokens(input_bytes),
-                est_output_tokens: lessons.output.estimate(max_tokens),
+                input_tokens: match wanted.is_text {
+                    true => input_tokens,
+                    false => input_tokens.min(NOT_TEXT_MAX_TOKENS),
+                },
+                est_output_tokens: output.estimate(wanted.max_tokens) * u64::from(choices),
             },
-            input_bytes,
-            is_text,
+            input_bytes: wanted.input_bytes,
+            is_text: wanted.is_text,
+            choices,
             ..Asked::default()
         }
     }
@@ -142,7 +189,7 @@ impl Pool {
             }
             match replica.standing(now) {
                 Standing::Open => open.push(replica),
-                Standing::Trial if replica.slots.is_full() => occupied = Some(replica),
+                Standing::Trial if !self.queues.has_room(replica.lane) => occupied = Some(replica),
                 Standing::Trial => match trial(replica, now) {
                     Some(chosen) => return Ok(chosen),
                     None => refusals.on_trial(replica),
@@ -246,13 +293,13 @@ impl Pool {
             .record(first_byte.as_secs_f64() * 1e3, clock::now_ms());
     }
 
-    pub fn learn_usage(&self, asked: &Asked, usage: &Usage) {
+    pub fn learn_usage(&self, asked: &Asked, usage: &Usage, tenant: &Arc<str>) {
         let mut lessons = lock(&self.lessons);
         if let (Some(input), true) = (usage.input, asked.is_text) {
             lessons.ratio.usage(asked.input_bytes, input);
         }
         if let Some(output) = usage.output {
-            lessons.output.usage(output);
+            lessons.output(tenant, output / u64::from(asked.choices.max(1)));
         }
     }
 }

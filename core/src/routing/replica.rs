@@ -8,7 +8,7 @@ use http::HeaderValue;
 use llmgw_plugins::Load;
 use tokio_util::sync::CancellationToken;
 
-use super::breaker::{Admission, BREAKER_OPEN_MIN_MS, Breaker, BreakerState, Fault};
+use super::breaker::{Admission, Breaker, BreakerState, Fault};
 use super::errors_window::ErrorsWindow;
 use super::learned::Learned;
 use super::prefix::ReplicaSlot;
@@ -234,7 +234,7 @@ impl Replica {
             }
             Readiness::Ready { .. } if !state.breaker.admits(now_ms) => Standing::Closed {
                 reason: format!("{}: {}", self.id, fault_text(state.breaker.last_fault())),
-                retry_in_ms: BREAKER_OPEN_MIN_MS,
+                retry_in_ms: state.breaker.retry_in_ms(now_ms),
             },
             Readiness::Ready { .. } => match state.breaker.state() {
                 BreakerState::Closed => Standing::Open,
@@ -453,6 +453,8 @@ impl Drop for Admitted {
             self.fault(Fault::FirstByteTimeout);
         } else if self.is_trial() {
             self.replica.state().breaker.abandon_trial(self.admission);
+            // Whoever waits for what comes of it may be the next to try.
+            self.replica.announce();
         }
     }
 }

@@ -1,15 +1,16 @@
 //! The policy ticks: on a thread of their own, so that no request ever waits for one.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use llmgw_plugins::{Hook, PolicySet, TenantView, UsageView};
+use llmgw_plugins::{Hook, PolicySet, UsageView};
 
 use crate::flow::cost::PRICE_SCALE;
-use crate::flow::tenant::{TenantAccount, Usage};
 use crate::gateway::auth::Tenants;
+use crate::gateway::band;
 use crate::gateway::state::Gateway;
 
 /// The step of all ticks.
@@ -37,7 +38,8 @@ pub fn start(gateway: Arc<Gateway>) -> Ticks {
             // The first step takes all, so that nothing is served by built-in numbers for long.
             let mut step = 0;
             while stopped.recv_timeout(STEP) == Err(RecvTimeoutError::Timeout) {
-                tick(&gateway, step);
+                // A tick that panics (it has said so) must not end all the others.
+                let _ = catch_unwind(AssertUnwindSafe(|| tick(&gateway, step)));
                 step += 1;
             }
         })
@@ -74,13 +76,14 @@ fn weigh(set: &PolicySet, tenants: &Tenants) {
             .for_each(|account| account.set_weight(account.configured_weight()));
         return;
     }
-    let accounts: Vec<(&Arc<TenantAccount>, Usage)> = tenants
-        .accounts()
-        .map(|account| (account, account.usage()))
+    let known: Vec<_> = tenants
+        .with_bands()
+        .map(|(bands, account)| (bands, account, account.usage()))
         .collect();
-    let total: u64 = accounts.iter().map(|(_, usage)| usage.cost).sum();
-    for (account, used) in accounts {
-        let (queued, inflight) = (u64::from(account.queued()), u64::from(account.inflight()));
+    let total: u64 = known.iter().map(|(_, _, usage)| usage.cost).sum();
+    for (allowed, account, used) in known {
+        let view = band::tenant_view(set.bands_at_load(), allowed, account);
+        let (queued, inflight) = (view.queued, view.inflight);
         if used.cost + queued + inflight == 0 {
             continue;
         }
@@ -90,13 +93,6 @@ fn weigh(set: &PolicySet, tenants: &Tenants) {
             queued,
             inflight,
             wait_p90_ms: used.wait_p90_ms,
-        };
-        let view = TenantView {
-            name: &account.name,
-            weight: account.configured_weight(),
-            queued,
-            inflight,
-            ..TenantView::default()
         };
         account.set_weight(set.tenant_weight(&view, &usage));
     }

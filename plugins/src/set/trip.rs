@@ -125,6 +125,14 @@ impl Trips {
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         let new_message = recent.messages.len() < MESSAGES_MAX
             && recent.messages.insert(format!("{hook:?} {fault}"));
+        // The hook ran, and what it returned was set right. What a client sends may lead there (the name of a band, a long session): it
+        // must not switch the hook off for everybody.
+        if matches!(fault.kind, ErrorKind::Range | ErrorKind::Unknown) {
+            return Noted {
+                new_message,
+                tripped_now: false,
+            };
+        }
         let failures = &mut recent.failures[hook as usize];
         while failures
             .front()
@@ -179,6 +187,13 @@ mod tests {
             times_until_tripped(ErrorKind::Nan, Duration::from_secs(1)),
             None
         );
+    }
+
+    #[test]
+    fn what_a_client_can_lead_to_trips_nothing() {
+        for kind in [ErrorKind::Range, ErrorKind::Unknown] {
+            assert_eq!(times_until_tripped(kind, Duration::ZERO), None);
+        }
     }
 
     #[test]

@@ -222,6 +222,25 @@ impl Plain {
     }
 }
 
+#[test]
+fn bursts_are_not_saved_up_in_requests_that_only_wait() {
+    let limits = Limits {
+        tokens_per_minute: Some(1_000),
+        ..Limits::default()
+    };
+    let mut ledger = Ledger::new(limits);
+    let waits = ledger.admit(0, ask(1_000, 0)).unwrap();
+    let served = ledger.admit(60_000, ask(1_000, 0)).unwrap();
+    ledger.end(60_000, served, Some(1_000));
+    // It leaves without having been sent: the minute that has passed has given its tokens back already.
+    ledger.end(60_000, waits, None);
+    assert!(ledger.admit(60_000, ask(1_000, 0)).is_err());
+    // A young one gives back what was not forgiven yet.
+    let young = ledger.admit(120_000, ask(1_000, 0)).unwrap();
+    ledger.end(135_000, young, None);
+    assert_eq!(ledger.balance(135_000).tokens.unwrap().remaining, 1_000);
+}
+
 /// Numbers of one case, after Marsaglia's xorshift.
 struct Numbers(u64);
 
@@ -273,13 +292,18 @@ fn random_case(seed: u64) {
                 let used = [None, Some(0), Some(numbers.below(4_000))][numbers.below(3) as usize];
                 ledger.end(now_ms, ended, used);
                 plain.open -= 1;
+                let unforgiven =
+                    60_000 - u128::from((plain.now_ms.saturating_sub(ended.since_ms)).min(60_000));
                 if used.is_none() && ended.is_counted {
-                    plain.requests = plain.requests.saturating_sub(60_000);
+                    plain.requests = plain.requests.saturating_sub(unforgiven);
                 }
                 if plain.limits.tokens_per_minute.is_some() {
-                    let used = u128::from(used.unwrap_or(0)) * 60_000;
-                    plain.tokens =
-                        (plain.tokens + used).saturating_sub(u128::from(tokens) * 60_000);
+                    let used = u128::from(used.unwrap_or(0));
+                    let tokens = u128::from(tokens);
+                    plain.tokens = match used.checked_sub(tokens) {
+                        Some(more) => plain.tokens + more * 60_000,
+                        None => plain.tokens.saturating_sub((tokens - used) * unforgiven),
+                    };
                 }
             }
             _ => {

@@ -11,7 +11,8 @@ use super::super::bands::BandReport;
 use super::super::cost::{PRICE_SCALE, Prices};
 use super::super::window::Window;
 use super::plan::TenantPlan;
-use crate::routing::learned::{OutputLength, Quantiles};
+use crate::quantiles::Quantiles;
+use crate::routing::learned::OutputLength;
 use crate::routing::pool::saturation;
 use crate::routing::score::Candidate;
 

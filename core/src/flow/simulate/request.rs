@@ -98,6 +98,7 @@ impl Run<'_> {
             weight: self.accounts[asked.tenant].weight,
             flow: asked.flow.as_ref(),
             size: Size {
+                input_tokens: asked.input_tokens,
                 todo_tokens: asked.input_tokens,
                 first_cost,
                 expected_cost: first_cost.saturating_add(output_cost),

@@ -36,6 +36,7 @@ fn arrive(
         weight: 1.0,
         flow: None,
         size: Size {
+            input_tokens: 1,
             todo_tokens: 1,
             first_cost: cost,
             expected_cost: cost,

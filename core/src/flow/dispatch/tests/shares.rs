@@ -160,6 +160,7 @@ impl<'d> Backlog<'d> {
             weight: plan.weight,
             flow: plan.key.map(|key| &self.keys[key]),
             size: Size {
+                input_tokens: input,
                 todo_tokens: input,
                 first_cost: input * INPUT_COST,
                 expected_cost: input * INPUT_COST + output * OUTPUT_COST,
@@ -521,6 +522,7 @@ fn settled(requests: &[(usize, u64, u64, u64)], stream: bool) -> Vec<(u64, u64)>
             weight: 1.0,
             flow: None,
             size: Size {
+                input_tokens: input,
                 todo_tokens: input,
                 first_cost: input * INPUT_COST,
                 expected_cost: input * INPUT_COST + output * OUTPUT_COST,

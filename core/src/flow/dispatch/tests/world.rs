@@ -154,6 +154,7 @@ impl World {
             tenant: draws.index(TENANTS.len()),
             flow: draws.chance(50).then(|| draws.index(3)),
             size: Size {
+                input_tokens: input,
                 todo_tokens: input,
                 first_cost: input * 1_000,
                 expected_cost: input * 1_000 + output,
