@@ -4,6 +4,7 @@
 
 mod anything;
 mod cases;
+mod costs;
 mod shares;
 mod world;
 
