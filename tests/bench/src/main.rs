@@ -3,6 +3,8 @@
 //! One run starts everything on loopback: an engine that costs next to nothing, the proxies, and the load, each in
 //! a process of its own. Proxies take turns within every round, and a figure is the median over the rounds, so
 //! that a busy machine disturbs all of them alike. The table goes to stdout, progress to stderr.
+//!
+//! `llmgw-bench simulate` replays a trace over llmgw's queues instead, under a virtual clock.
 
 mod children;
 mod engine;
@@ -11,6 +13,7 @@ mod plan;
 mod process;
 mod prompt;
 mod proxies;
+mod simulate;
 mod table;
 
 use std::process::ExitCode;
@@ -27,9 +30,11 @@ struct Arguments {
     part: Option<Part>,
 }
 
-/// The parts that run as processes of their own; started by the benchmark itself.
+/// What is measured instead, and the parts that run as processes of their own, started by the benchmark itself.
 #[derive(Subcommand)]
 enum Part {
+    /// Replay a trace over llmgw's queues under a virtual clock: who waits how long, beside simpler disciplines.
+    Simulate(simulate::Options),
     /// Answer like an engine, as cheaply as possible.
     #[command(hide = true)]
     Engine(engine::Options),
@@ -43,6 +48,7 @@ fn main() -> ExitCode {
     let done = match arguments.part {
         None => plan::run(&arguments.plan),
         Some(Part::Engine(options)) => engine::run(&options).map_err(|error| error.to_string()),
+        Some(Part::Simulate(options)) => simulate::run(&options),
         Some(Part::Load(options)) => load::run(&options).map_err(|error| error.to_string()),
     };
     match done {
