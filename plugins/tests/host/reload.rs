@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use llmgw_plugins::test::{Fleet, GATE_MAX, Kernels};
-use llmgw_plugins::{Hook, Policies, PolicyOptions, PoolView, RoutingWeights, Source, init_dir};
+use llmgw_plugins::test::{Answer, Fleet, GATE_MAX, Kernels};
+use llmgw_plugins::{
+    Hook, Policies, PolicyOptions, PolicySet, PoolView, RoutingWeights, Source, init_dir,
+};
 
 use crate::{Dir, hook};
 
@@ -332,6 +334,10 @@ impl Kernels for NoKernels {
 
     fn refusal_codes(&self) -> Vec<&'static str> {
         Vec::new()
+    }
+
+    fn simulate(&self, _: &PolicySet, _: &serde_json::Value) -> Result<Answer, String> {
+        Err("there is no kernel".to_owned())
     }
 }
 
