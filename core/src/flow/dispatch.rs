@@ -145,6 +145,11 @@ impl Grant {
         self.charged
     }
 
+    /// Prompt tokens that are not read yet, as far as is known.
+    pub fn unread_tokens(&self) -> u64 {
+        self.unread.tokens()
+    }
+
     /// Prompt tokens that the replica had to read before this request's own.
     pub fn sent_before(&self) -> u64 {
         self.sent_before
@@ -344,9 +349,8 @@ impl Dispatcher {
                 return self.grant_elsewhere(band, arrival, lane, now_ms);
             }
             self.bands[band].rejections.add(now_ms, 1);
-            let rotation = &mut self.bands[band].rotation;
-            let newcomer = rotation.member(arrival.tenant, arrival.weight, arrival.flow);
-            displaced = rotation.displaced_by(newcomer);
+            let rotation = &self.bands[band].rotation;
+            displaced = rotation.displaced_by(arrival.tenant, arrival.weight);
             match displaced {
                 Some(ticket) => self.cancel(ticket),
                 None => return Arrived::Full(ahead),

@@ -64,6 +64,10 @@ impl Unread {
         Unread(Arc::new(AtomicU64::new(tokens)))
     }
 
+    pub fn tokens(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
     /// It is read. Returns the tokens, the first time.
     pub fn read(&self, slots: &Slots) -> u64 {
         let tokens = self.0.swap(0, Ordering::Relaxed);

@@ -88,8 +88,8 @@ impl Rotation {
 
     /// The newest request of the tenant that has the most places for its weight, if the newcomer's would have fewer with
     /// one more.
-    pub fn displaced_by(&self, newcomer: Member) -> Option<Ticket> {
-        let greediest = self.tenants.greediest(newcomer.tenant)?;
+    pub fn displaced_by(&self, newcomer: &str, weight: f64) -> Option<Ticket> {
+        let greediest = self.tenants.greediest(newcomer, weight)?;
         let queues = self.flows.get(&greediest)?.queues.values();
         queues.filter_map(|queue| queue.last().copied()).max()
     }

@@ -211,12 +211,13 @@ impl Turns {
         }
     }
 
-    /// Whoever has the most places for its weight, where an account with one more than now would have fewer.
-    pub fn greediest(&self, newcomer: usize) -> Option<usize> {
-        let account = &self.accounts[newcomer];
+    /// Whoever has the most places for its weight, where this account with one more than now would have fewer. It need not be there.
+    pub fn greediest(&self, newcomer: &str, weight: f64) -> Option<usize> {
+        let known = self.by_name.get(newcomer);
+        let queued = known.map_or(0, |id| self.accounts[*id].queued);
         let (most, id) = self.places.last().copied()?;
-        let with_one_more = places_for(account.queued + 1, account.weight);
-        (id != newcomer && with_one_more < most).then_some(id)
+        let with_one_more = places_for(queued + 1, weight.max(WEIGHT_MIN));
+        (known != Some(&id) && with_one_more < most).then_some(id)
     }
 
     /// Forgets all accounts that have nothing, whatever they owe.
@@ -452,20 +453,24 @@ mod tests {
         let (mut turns, ids) = turns(&[("heavy", 2.0), ("light", 1.0), ("new", 1.0)]);
         (0..6).for_each(|_| turns.enter(ids[0], 0));
         (0..2).for_each(|_| turns.enter(ids[1], 1));
-        assert_eq!(turns.greediest(ids[2]), Some(ids[0]));
-        assert_eq!(turns.greediest(ids[0]), None, "it is the greediest itself");
+        assert_eq!(turns.greediest("new", 1.0), Some(ids[0]));
         assert_eq!(
-            turns.greediest(ids[1]),
+            turns.greediest("heavy", 2.0),
+            None,
+            "it is the greediest itself"
+        );
+        assert_eq!(
+            turns.greediest("light", 1.0),
             None,
             "three for 1 are as many as six for 2"
         );
         (0..3).for_each(|_| turns.leave(ids[0], 0));
-        assert_eq!(turns.greediest(ids[2]), Some(ids[1]));
+        assert_eq!(turns.greediest("new", 1.0), Some(ids[1]));
         turns.account(&Arc::from("light"), 10.0);
-        assert_eq!(turns.greediest(ids[2]), Some(ids[0]));
+        assert_eq!(turns.greediest("new", 1.0), Some(ids[0]));
         (0..3).for_each(|_| turns.leave(ids[0], 0));
         (0..2).for_each(|_| turns.leave(ids[1], 1));
-        assert_eq!(turns.greediest(ids[2]), None);
+        assert_eq!(turns.greediest("new", 1.0), None);
     }
 
     #[test]

@@ -58,7 +58,7 @@ fn step(world: &mut World, draws: &mut Draws) {
             world.dispatcher.tidy();
         }
         _ => {
-            world.now_ms += draws.pick(&[1, 50, 500, 5_000, 100_000]);
+            world.pass(draws.pick(&[1, 50, 500, 5_000, 100_000]));
             world.fill_all();
         }
     }

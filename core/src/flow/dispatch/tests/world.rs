@@ -32,7 +32,6 @@ pub struct Running {
     pub grant: Grant,
     pub band: usize,
     /// Prompt tokens that are not read.
-    pub unread: u64,
     pub engine: usize,
 }
 
@@ -143,6 +142,15 @@ impl World {
         }
     }
 
+    /// Time passes: prompts of answers that come at once count as read, which leaves room, as at a tick.
+    pub fn pass(&mut self, ms: u64) {
+        self.now_ms += ms;
+        for lane in self.dispatcher.lane_ids() {
+            self.dispatcher.has_room(lane, self.now_ms);
+        }
+        self.fill_all();
+    }
+
     pub fn arrive(&mut self, draws: &mut Draws) {
         let Some(lane) = self.some_lane(draws) else {
             return;
@@ -192,8 +200,14 @@ impl World {
         let (queued, max) = (queued.count() as u64, self.bands[held.band].max_queue);
         match arrived {
             Arrived::Granted(grant) => self.runs(grant, &held),
-            Arrived::Queued { ticket, .. } => {
-                assert!(queued < max, "{queued} of {max} wait already");
+            Arrived::Queued {
+                ticket, displaced, ..
+            } => {
+                let is_full = queued >= max && !held.goes_first;
+                assert_eq!(displaced.is_some(), is_full, "{queued} of {max} wait");
+                if let Some(displaced) = displaced {
+                    self.displaced(displaced, &held);
+                }
                 let stays = held.stay_until_ms > self.now_ms;
                 assert!(self.waiting.insert(ticket, held).is_none());
                 if !stays {
@@ -201,7 +215,7 @@ impl World {
                 }
             }
             Arrived::Full(_) => {
-                assert!(queued >= max, "{queued} of {max} wait");
+                assert!(queued >= max && !held.goes_first, "{queued} of {max} wait");
                 assert_eq!(self.figures(), before, "a refusal moved a counter");
             }
             Arrived::Shed(saturation) => {
@@ -213,6 +227,26 @@ impl World {
                 assert!(!place.facts.open && !held.goes_first);
                 assert_eq!(self.figures(), before, "a refusal moved a counter");
             }
+        }
+    }
+
+    /// Only the tenant with the most places for its weight loses one, to one that has fewer.
+    fn displaced(&mut self, ticket: Ticket, newcomer: &Held) {
+        let gone = self.waiting.remove(&ticket);
+        let gone = gone.unwrap_or_else(|| panic!("{ticket} is displaced, and was gone"));
+        assert!(gone.band == newcomer.band && !gone.goes_first);
+        let places = |tenant: usize, more: u64| {
+            let same = |other: &&Held| {
+                (other.band, other.tenant) == (newcomer.band, tenant)
+                    && other.lane.is_some()
+                    && !other.goes_first
+            };
+            let count = self.waiting.values().filter(same).count() as u64 + more;
+            count * 1_000 / (1 + tenant as u64)
+        };
+        assert!(places(gone.tenant, 1) > places(newcomer.tenant, 1));
+        for tenant in 0..TENANTS.len() {
+            assert!(places(gone.tenant, 1) >= places(tenant, u64::from(tenant == gone.tenant)));
         }
     }
 
@@ -230,7 +264,6 @@ impl World {
         self.running.push(Running {
             grant,
             band: held.band,
-            unread: held.size.todo_tokens,
             engine,
         });
     }
@@ -291,8 +324,9 @@ impl World {
 
     pub fn first_byte(&mut self, at: usize) {
         let running = &mut self.running[at];
-        assert_eq!(running.grant.first_byte(), running.unread > 0);
-        running.unread = 0;
+        let unread = running.grant.unread_tokens();
+        assert_eq!(running.grant.first_byte(), unread > 0);
+        assert_eq!(running.grant.unread_tokens(), 0);
         let engine = running.engine;
         self.freed(engine);
     }
@@ -385,7 +419,7 @@ impl World {
         for (at, slots) in self.engines.iter().enumerate() {
             let running = self.running.iter().filter(|running| running.engine == at);
             let (count, unread) = running.fold((0, 0), |(count, unread), running| {
-                (count + 1, unread + running.unread)
+                (count + 1, unread + running.grant.unread_tokens())
             });
             let waits_here = |held: &&Held| {
                 let lane = held.lane.and_then(|lane| self.lanes.get(&lane));
