@@ -114,6 +114,10 @@ t.case("the highest band doesn't wait behind a flood of the lowest", function()
   local bands, names = by_name()
   table.sort(names, function(a, b) return bands[a].priority > bands[b].priority end)
   local highest, lowest = names[1], names[#names]
+  -- With one band there is nobody to go before, and a short queue of it may be full at all times.
+  if highest == lowest then
+    return
+  end
   local result = t.simulate {
     seconds = 20,
     tenants = {
