@@ -40,6 +40,8 @@ const NARROW: u64 = 4;
 const HOLDS: &str = r#"{"die_after":1,"how":"stall"}"#;
 /// No band lets a request wait for longer than a few seconds, and no answer takes one.
 const REQUEST_PATIENCE: Duration = Duration::from_secs(60);
+/// So often at least policies and configuration have really changed.
+const RELOADS_MIN: usize = 2;
 /// Between two disturbances, in milliseconds.
 const PAUSE_MAX_MS: u64 = 200;
 
@@ -291,7 +293,14 @@ fn disturb(gateway: &Gateway, sites: &mut [Site], dice: &mut Dice) -> String {
             format!("freeze engine {which}")
         }
         8 => {
-            let text = dice.one_of(&ADMISSIONS);
+            // Now and then one that is broken, until the next.
+            let good = ADMISSIONS.len() as u64 - 1;
+            let number = if dice.below(8) == 0 {
+                good
+            } else {
+                dice.below(good)
+            };
+            let text = ADMISSIONS[number as usize];
             save(&policies.join("admission.lua"), text);
             format!("admission: {}", text.lines().last().unwrap_or_default())
         }
@@ -466,6 +475,16 @@ fn check_records(gateway: &Gateway, seen: &[Seen]) {
     }
 }
 
+/// The changes were not refused all the time.
+fn check_changes(gateway: &Gateway) {
+    let log = gateway.log();
+    for reloaded in ["policies reloaded", "configuration reloaded"] {
+        let count = log.matches(reloaded).count();
+        println!("{reloaded}: {count} times");
+        assert!(count >= RELOADS_MIN, "{reloaded}: {count} times");
+    }
+}
+
 /// Nothing is counted as open anywhere.
 fn nothing_is_left(gateway: &Gateway, sites: &[Site]) {
     gateway.counters_are_zero();
@@ -571,6 +590,7 @@ fn every_request_ends_in_an_allowed_way_and_nothing_is_left_whatever_happens_mea
     check_outcomes(&seen);
     nothing_is_left(&gateway, &sites);
     check_records(&gateway, &seen);
+    check_changes(&gateway);
     for door in &doors {
         serves_again(&gateway, door, &runtime);
         nothing_is_left(&gateway, &sites);
