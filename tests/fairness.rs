@@ -478,6 +478,37 @@ fn when_a_replica_dies_all_who_waited_for_it_are_served_by_the_other_in_their_or
 }
 
 #[test]
+fn a_full_queue_refuses_nobody_who_was_let_in_and_whose_engine_died() {
+    let spawn = || Process::spawn(&beside_this_test().unwrap(), ["--kind", "vllm"]).unwrap();
+    let mut engines = [spawn(), spawn()];
+    let gateway = with_bands(&[("standard", 1, 600_000)])
+        .model("fake", "")
+        .endpoint("vllm", &engines[0].url(), "slots: 1")
+        .endpoint("vllm", &engines[1].url(), "slots: 1")
+        .start();
+    gateway.ready("fake", 2);
+    let ask = |mark| Ask {
+        mark,
+        ..Ask::default()
+    };
+    let held = ask("holder").hold(&gateway);
+    let is_idle = |engine: &Process| engine.state().unwrap().open == 0;
+    let dies = engines.iter().position(is_idle).unwrap();
+    engines[dies].behave(r#"{"hang_generate":true}"#).unwrap();
+    let at_work = ask("at-work").send(&gateway);
+    engines[dies]
+        .wait(PATIENCE, |state| state.open == 1)
+        .unwrap();
+    let waits = ask("waits").queue(&gateway, 0);
+    engines[dies].kill().unwrap();
+    // The slot is free for a moment, and the one that waits is sent to it, too.
+    gateway.queued(2);
+    drop(held);
+    all_answered(vec![at_work, waits]);
+    gateway.counters_are_zero();
+}
+
+#[test]
 fn who_has_waited_for_long_waits_for_the_first_probe_of_an_engine_that_a_reload_brings() {
     /// Longer than any request waits for a first probe.
     const LONG: Duration = Duration::from_millis(3_200);
