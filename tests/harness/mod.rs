@@ -249,7 +249,7 @@ impl Gateway {
     pub fn counters_are_zero(&self) {
         self.until("all counters are zero", || {
             let idle = |row: &Value| row["inflight"] == 0 && row["queued"] == 0;
-            let status = self.status();
+            let status = self.admin_get("/v1/status").json();
             let bands = status["models"].as_array().unwrap().iter();
             let bands = bands.flat_map(|model| model["bands"].as_array().unwrap());
             let tenants = status["tenants"].as_array().unwrap().iter();
