@@ -14,6 +14,8 @@ pub const SHARD_VARIABLE: &str = "LLMGW_SHARD";
 /// What stands in `args` and `env` for the replica's API key. The agent puts the key there when it starts the process, so that
 /// neither log nor explanation ever holds it.
 pub const API_KEY_PLACE: &str = "${LLMGW_API_KEY}";
+/// The same for engines that take a file with the key: the agent writes one that only its user can read, and puts its path here.
+pub const API_KEY_FILE_PLACE: &str = "${LLMGW_API_KEY_FILE}";
 
 /// Everything that starting and judging one shard needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
