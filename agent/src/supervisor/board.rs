@@ -1,0 +1,169 @@
+//! The latest status of every shard, for one writer each and any number of readers. A slow reader misses states in between,
+//! never the latest one, and nothing queues up for it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use llmgw_proto::shard::ShardStatus;
+use tokio::sync::watch;
+
+/// Statuses of shards that are over; the oldest go.
+pub const OVER_MAX: usize = 64;
+
+/// Shared between the shards' tasks, which write, and the session, which reads.
+#[derive(Clone, Default)]
+pub struct Board {
+    entries: Arc<Mutex<Entries>>,
+    version: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct Entries {
+    version: u64,
+    /// By shard and spec: a refused second spec must not hide the state of the first.
+    latest: BTreeMap<(String, String), (u64, ShardStatus)>,
+}
+
+/// What changed since the last call, for one reader.
+pub struct StatusChanges {
+    board: Board,
+    version: watch::Receiver<u64>,
+    seen: u64,
+}
+
+impl Board {
+    pub fn put(&self, status: ShardStatus) {
+        let mut entries = self.lock();
+        entries.version += 1;
+        let version = entries.version;
+        let key = (status.shard.clone(), status.spec_hash.clone());
+        entries.latest.insert(key, (version, status));
+        entries.prune();
+        drop(entries);
+        self.version.send_replace(version);
+    }
+
+    pub fn get(&self, shard: &str, spec_hash: &str) -> Option<ShardStatus> {
+        let key = (shard.to_owned(), spec_hash.to_owned());
+        let entries = self.lock();
+        entries.latest.get(&key).map(|(_, status)| status.clone())
+    }
+
+    /// Changes from now on.
+    pub fn changes(&self) -> StatusChanges {
+        StatusChanges {
+            board: self.clone(),
+            version: self.version.subscribe(),
+            seen: self.lock().version,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Entries> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Entries {
+    fn prune(&mut self) {
+        let mut over: Vec<(u64, (String, String))> = self
+            .latest
+            .iter()
+            .filter(|(_, (_, status))| status.state.is_over())
+            .map(|(key, (version, _))| (*version, key.clone()))
+            .collect();
+        over.sort();
+        let surplus = over.len().saturating_sub(OVER_MAX);
+        for (_, key) in over.drain(..surplus) {
+            self.latest.remove(&key);
+        }
+    }
+}
+
+impl StatusChanges {
+    /// Waits for a change, and returns the latest status of each shard that changed, in the order of the changes.
+    pub async fn next(&mut self) -> Vec<ShardStatus> {
+        loop {
+            self.version.mark_unchanged();
+            let changed = self.now();
+            if !changed.is_empty() {
+                return changed;
+            }
+            // Ends only with the board, which this reader holds itself.
+            let _ = self.version.changed().await;
+        }
+    }
+
+    fn now(&mut self) -> Vec<ShardStatus> {
+        let entries = self.board.lock();
+        let mut changed: Vec<&(u64, ShardStatus)> = entries
+            .latest
+            .values()
+            .filter(|(version, _)| *version > self.seen)
+            .collect();
+        changed.sort_by_key(|(version, _)| *version);
+        let changed = changed
+            .into_iter()
+            .map(|(_, status)| status.clone())
+            .collect();
+        self.seen = entries.version;
+        changed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use llmgw_proto::shard::ShardState;
+
+    use super::*;
+
+    fn status(shard: &str, hash: &str, state: ShardState) -> ShardStatus {
+        ShardStatus {
+            shard: shard.to_owned(),
+            spec_hash: hash.to_owned(),
+            state,
+            reason: String::new(),
+            exit: None,
+            log_tail: Vec::new(),
+            since_ms: 0,
+            adopted: false,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_slow_reader_gets_the_latest_state_of_each_shard_once() {
+        let board = Board::default();
+        let mut changes = board.changes();
+        board.put(status("a", "1", ShardState::Starting));
+        board.put(status("b", "1", ShardState::Starting));
+        board.put(status("a", "1", ShardState::Ready));
+        let latest = [
+            status("b", "1", ShardState::Starting),
+            status("a", "1", ShardState::Ready),
+        ];
+        assert_eq!(changes.next().await, latest);
+        board.put(status("b", "1", ShardState::Ready));
+        assert_eq!(changes.next().await, [status("b", "1", ShardState::Ready)]);
+    }
+
+    #[tokio::test]
+    async fn a_refused_second_spec_does_not_hide_the_first() {
+        let board = Board::default();
+        board.put(status("a", "1", ShardState::Ready));
+        board.put(status("a", "2", ShardState::Failed));
+        assert_eq!(
+            board.get("a", "1"),
+            Some(status("a", "1", ShardState::Ready))
+        );
+    }
+
+    #[test]
+    fn what_is_over_is_kept_for_a_while_only() {
+        let board = Board::default();
+        board.put(status("living", "1", ShardState::Ready));
+        for number in 0..=OVER_MAX {
+            board.put(status(&format!("{number}"), "1", ShardState::Failed));
+        }
+        assert_eq!(board.get("0", "1"), None);
+        assert!(board.get("1", "1").is_some() && board.get("living", "1").is_some());
+    }
+}

@@ -1,0 +1,127 @@
+//! A control group of its own for each shard, where version 2 is delegated to the agent: nothing escapes it, and one write
+//! kills all that is in it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Groups that an engine may make within its own are looked through to this depth.
+const DEPTH_MAX: usize = 8;
+
+/// The group of one shard.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardCgroup {
+    directory: PathBuf,
+}
+
+impl ShardCgroup {
+    /// Makes `ROOT/llmgw-NAME`. `None` where that is no group with `cgroup.kill` (version 1, a kernel before 5.14, not delegated).
+    pub fn make(root: &Path, name: &str) -> Option<ShardCgroup> {
+        let directory = root.join(format!("llmgw-{name}"));
+        match fs::create_dir(&directory) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(_) => return None,
+        }
+        let group = ShardCgroup { directory };
+        if group.directory.join("cgroup.kill").exists() {
+            return Some(group);
+        }
+        group.remove();
+        None
+    }
+
+    /// The group that an earlier agent made; `None` where it is gone.
+    pub fn open(directory: &Path) -> Option<ShardCgroup> {
+        directory.join("cgroup.kill").exists().then(|| ShardCgroup {
+            directory: directory.to_owned(),
+        })
+    }
+
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Moves a process into it; all that it starts from then on is in it too.
+    pub fn join(&self, pid: u32) -> io::Result<()> {
+        fs::write(self.directory.join("cgroup.procs"), pid.to_string())
+    }
+
+    /// Kills everything in it at once, forks in progress included.
+    pub fn kill(&self) -> io::Result<()> {
+        fs::write(self.directory.join("cgroup.kill"), "1")
+    }
+
+    /// What is in it, zombies included.
+    pub fn pids(&self) -> Vec<u32> {
+        let mut pids = Vec::new();
+        collect(&self.directory, 0, &mut pids);
+        pids
+    }
+
+    /// Gives the group back, those within it first. One that is not empty stays.
+    pub fn remove(&self) {
+        remove(&self.directory, 0);
+    }
+}
+
+/// The group that the agent may make others in: its own, in the unified hierarchy mounted at `mount` (`/sys/fs/cgroup`).
+/// `None` where it may not.
+pub fn delegated(proc: &Path, mount: &Path) -> Option<PathBuf> {
+    let text = fs::read_to_string(proc.join("self/cgroup")).ok()?;
+    let own = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let own = mount.join(own);
+    // systemd can put the agent into a group below the one that it delegates (DelegateSubgroup=agent).
+    let root = match own.ends_with("agent") {
+        true => own.parent()?.to_owned(),
+        false => own,
+    };
+    let probe = ShardCgroup::make(&root, &format!("probe-{}", std::process::id()))?;
+    probe.remove();
+    Some(root)
+}
+
+fn collect(directory: &Path, depth: usize, pids: &mut Vec<u32>) {
+    let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
+    pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
+    if depth < DEPTH_MAX {
+        for inner in directories(directory) {
+            collect(&inner, depth + 1, pids);
+        }
+    }
+}
+
+fn remove(directory: &Path, depth: usize) {
+    if depth < DEPTH_MAX {
+        for inner in directories(directory) {
+            remove(&inner, depth + 1);
+        }
+    }
+    // Fails while something is in it, which is then reported as left over anyway.
+    let _ = fs::remove_dir(directory);
+}
+
+fn directories(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(directory) else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| entry.path())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_is_no_control_group_is_left_as_it_was() {
+        let root = std::env::temp_dir().join(format!("llmgw-cgroup-{}", std::process::id()));
+        fs::create_dir_all(&root).unwrap();
+        assert_eq!(ShardCgroup::make(&root, "a"), None);
+        assert_eq!(directories(&root), Vec::<PathBuf>::new());
+        fs::remove_dir_all(&root).unwrap();
+    }
+}

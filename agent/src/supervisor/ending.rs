@@ -1,0 +1,201 @@
+//! The end of a shard: signals to everything that belongs to it, round by round until nothing is left, and then the look
+//! whether its GPUs are free.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::{Notify, mpsc};
+
+use super::cgroup::ShardCgroup;
+use super::gpu::{self, GpuFacts, Release};
+use super::machine::Event;
+use super::process;
+use super::tree::{Member, ProcessTable, Traces, read_environ};
+
+/// The first look after a signal comes this soon, each later one after half as long again.
+const LOOK_FIRST: Duration = Duration::from_millis(5);
+/// While processes may still end by themselves.
+const LOOK_TERMINATED_MAX: Duration = Duration::from_millis(200);
+/// After SIGKILL: what is still there after some looks waits in the kernel, maybe for hours.
+const LOOK_KILLED_MAX: Duration = Duration::from_secs(2);
+/// Between two looks at GPUs.
+const LOOK_GPU: Duration = Duration::from_millis(200);
+/// Processes that a reason names.
+const SHOWN_MAX: usize = 8;
+
+/// Everything that a look at a shard's processes needs.
+#[derive(Clone)]
+pub struct Scan {
+    pub proc: PathBuf,
+    pub traces: Traces,
+    pub cgroup: Option<ShardCgroup>,
+}
+
+/// Which signal a round sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Force {
+    /// SIGTERM once, to all that is there.
+    Terminate,
+    /// SIGKILL in every round, to whatever is there by then.
+    Kill,
+}
+
+impl Scan {
+    /// What lives of the shard now. What was found once is known from then on, wherever it moves.
+    pub fn look(&mut self) -> io::Result<Vec<Member>> {
+        self.traces.in_cgroup = self
+            .cgroup
+            .as_ref()
+            .map(ShardCgroup::pids)
+            .unwrap_or_default();
+        let table = ProcessTable::read(&self.proc)?;
+        let members = table.members(&self.traces, &|pid| read_environ(&self.proc, pid));
+        self.traces.seen = members.iter().map(|member| member.id.clone()).collect();
+        Ok(members)
+    }
+
+    /// Kills everything. What a kill cannot reach is found by the next look.
+    fn kill(&self, members: &[Member]) {
+        if let Some(cgroup) = &self.cgroup
+            && let Err(error) = cgroup.kill()
+        {
+            let group = cgroup.directory().display().to_string();
+            tracing::warn!(shard = self.traces.shard, group, %error, "the control group can't be killed");
+        }
+        self.send(members, libc::SIGKILL);
+    }
+
+    /// A frozen process is thawed, or it would not get to end itself.
+    fn terminate(&self, members: &[Member]) {
+        self.send(members, libc::SIGTERM);
+        self.send(members, libc::SIGCONT);
+    }
+
+    fn send(&self, members: &[Member], signal: i32) {
+        for member in members {
+            if let Err(error) = process::signal(&member.id, &self.proc, signal) {
+                let (shard, pid) = (&self.traces.shard, member.id.pid);
+                tracing::warn!(shard, pid, signal, %error, "a process can't be signalled");
+            }
+        }
+    }
+}
+
+/// Signals everything, and tells what remains until nothing does. `look_now` shortens the wait for the next look.
+pub async fn until_gone(
+    mut scan: Scan,
+    force: Force,
+    look_now: Arc<Notify>,
+    events: mpsc::Sender<Event>,
+) {
+    let mut pause = LOOK_FIRST;
+    let mut told = String::new();
+    let mut first = true;
+    let pause_max = match force {
+        Force::Terminate => LOOK_TERMINATED_MAX,
+        Force::Kill => LOOK_KILLED_MAX,
+    };
+    loop {
+        let round = tokio::task::spawn_blocking(move || {
+            let members = scan.look();
+            match (&members, force) {
+                (Ok(members), Force::Terminate) if first => scan.terminate(members),
+                (Ok(members), Force::Kill) => scan.kill(members),
+                _ => {}
+            }
+            (scan, members)
+        });
+        let Ok((back, members)) = round.await else {
+            return;
+        };
+        (scan, first) = (back, false);
+        let remains = match members {
+            Ok(members) if members.is_empty() => {
+                let _ = events.send(Event::Gone).await;
+                return;
+            }
+            Ok(members) => in_words(&members),
+            Err(error) => format!("what runs can't be seen: {error}"),
+        };
+        if remains != told {
+            told.clone_from(&remains);
+            if events.send(Event::Remains(remains)).await.is_err() {
+                return;
+            }
+        }
+        tokio::select! {
+            () = tokio::time::sleep(pause) => pause = (pause + pause / 2).min(pause_max),
+            () = look_now.notified() => pause = LOOK_FIRST,
+        }
+    }
+}
+
+/// Kills what is there of a shard before anything else happens to it; how many processes that were. Blocks, at most `within`.
+pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<Vec<Member>> {
+    let deadline = Instant::now() + within;
+    let mut all: Vec<Member> = Vec::new();
+    loop {
+        let members = scan.look()?;
+        if members.is_empty() || Instant::now() >= deadline {
+            return Ok(all);
+        }
+        scan.kill(&members);
+        for member in members {
+            if !all.iter().any(|known| known.id == member.id) {
+                all.push(member);
+            }
+        }
+        std::thread::sleep(LOOK_FIRST);
+    }
+}
+
+/// Looks at the GPUs until their memory has fallen, and tells what holds them meanwhile.
+pub async fn until_free(
+    shard: String,
+    uuids: Vec<String>,
+    gpus: Arc<dyn GpuFacts>,
+    events: mpsc::Sender<Event>,
+) {
+    let gone = Instant::now();
+    let mut told = String::new();
+    loop {
+        let mut held = None;
+        for uuid in &uuids {
+            match gpu::release(uuid, gpus.gpu(uuid).as_ref(), gone) {
+                Release::Free => {}
+                Release::Held(what) => held = held.or(Some(what)),
+                Release::Unknown(what) => {
+                    tracing::warn!(
+                        shard,
+                        "{what}; its processes are gone, so it counts as free"
+                    );
+                }
+            }
+        }
+        let Some(held) = held else {
+            let _ = events.send(Event::Released).await;
+            return;
+        };
+        if held != told {
+            told.clone_from(&held);
+            if events.send(Event::Held(held)).await.is_err() {
+                return;
+            }
+        }
+        tokio::time::sleep(LOOK_GPU).await;
+    }
+}
+
+fn in_words(members: &[Member]) -> String {
+    let shown: Vec<String> = members
+        .iter()
+        .take(SHOWN_MAX)
+        .map(|member| format!("process {} ({})", member.id.pid, member.state))
+        .collect();
+    match members.len().saturating_sub(SHOWN_MAX) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}

@@ -1,0 +1,296 @@
+//! The start of an agent: what is on disk meets what runs. Engines are taken over, strays killed, and everything that was
+//! lost is said.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{Flock, FlockArg};
+use tokio_util::sync::CancellationToken;
+
+use super::adopt::{self, Verdict};
+use super::board::Board;
+use super::cgroup::ShardCgroup;
+use super::ending::{self, Scan};
+use super::machine::Remnant;
+use super::process::Process;
+use super::shard::Context;
+use super::spec_store::{Asked, Record, SetAside, SpecStore};
+use super::tree::{ProcessTable, Traces, read_environ};
+use super::{SupervisorError, SupervisorOptions};
+use crate::process_id::ProcessId;
+
+/// A child that stands at its gate when its agent dies holds a copy of the lock until it notices.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(2);
+const LOCK_LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How long strays may take to die before the start goes on without them.
+const STRAYS_WAIT_MAX: Duration = Duration::from_secs(5);
+
+/// The state directory is this agent's alone.
+pub struct StateLock(#[expect(dead_code, reason = "held, not used")] Flock<File>);
+
+/// What became of one shard, or of a process that was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Adopted {
+    /// Empty where it could not be told.
+    pub shard: String,
+    pub outcome: Outcome,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Its processes run on under this agent.
+    Adopted { pids: Vec<u32> },
+    /// Nothing of it had run yet: it is started now.
+    Resumed,
+    /// Its stop, which had begun, goes on.
+    Stopping,
+    /// Something of it was lost; what is left of it is stopped, and it fails.
+    Failed { reason: String },
+    /// Processes that no record explains.
+    Killed { pids: Vec<u32> },
+    /// Its record could not be read; processes of it are among those killed.
+    SetAside {
+        file: PathBuf,
+        cause: String,
+        kept_as: Option<PathBuf>,
+    },
+}
+
+/// A shard to go on with.
+pub struct TakenOver {
+    pub record: Record,
+    pub remnant: Remnant,
+    pub alive: Vec<(usize, Process)>,
+}
+
+pub struct Started {
+    pub context: Arc<Context>,
+    pub shards: Vec<TakenOver>,
+    pub adopted: Vec<Adopted>,
+    pub lock: StateLock,
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Outcome::Adopted { pids } => write!(
+                f,
+                "adopted with processes {pids:?}; how they end will not be known, and of their output only the last lines are left"
+            ),
+            Outcome::Resumed => f.write_str("it had not been started yet, and is now"),
+            Outcome::Stopping => f.write_str("its stop goes on"),
+            Outcome::Failed { reason } => write!(f, "lost: {reason}"),
+            Outcome::Killed { pids } => {
+                write!(f, "processes {pids:?} are on no record, and were killed")
+            }
+            Outcome::SetAside {
+                file,
+                cause,
+                kept_as,
+            } => {
+                write!(f, "`{}` can't be read ({cause}), ", file.display())?;
+                match kept_as {
+                    Some(path) => write!(f, "and was moved to `{}`", path.display()),
+                    None => f.write_str("nor moved away"),
+                }
+            }
+        }
+    }
+}
+
+/// Blocks; within a runtime, which will watch the processes.
+pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError> {
+    let store = SpecStore::open(&options.state_dir).map_err(SupervisorError::Store)?;
+    let lock = lock(&options.state_dir.join("lock"))?;
+    let failed = |what| move |source| SupervisorError::Io { what, source };
+    let state_dir = options
+        .state_dir
+        .canonicalize()
+        .map_err(failed("the state directory can't be found"))?;
+    let state_dir = state_dir.to_string_lossy().into_owned();
+    let found = store
+        .load()
+        .map_err(failed("the shards on disk can't be read"))?;
+    let context = Arc::new(Context {
+        options,
+        state_dir,
+        store,
+        board: Board::default(),
+        epoch: Instant::now(),
+        cancel: CancellationToken::new(),
+    });
+    let mut adopted = found.set_aside.into_iter().map(set_aside).collect();
+    let proc = &context.options.proc_root;
+    let table = ProcessTable::read(proc).map_err(failed("the process table can't be read"))?;
+    kill_strays(&context, &table, &found.records, &mut adopted);
+    let mut shards = Vec::new();
+    for record in found.records {
+        shards.push(take_over_shard(&context, &table, record, &mut adopted));
+    }
+    for one in &adopted {
+        tracing::warn!(shard = one.shard, "{}", one.outcome);
+    }
+    Ok(Started {
+        context,
+        shards,
+        adopted,
+        lock,
+    })
+}
+
+fn take_over_shard(
+    context: &Context,
+    table: &ProcessTable,
+    mut record: Record,
+    adopted: &mut Vec<Adopted>,
+) -> TakenOver {
+    let proc = &context.options.proc_root;
+    let environ = |pid| read_environ(proc, pid);
+    let Verdict { mut remnant, alive } = adopt::judge(&record, &context.state_dir, table, &environ);
+    let mut held = Vec::new();
+    for (command, id) in alive {
+        match Process::adopt(&id, proc) {
+            Ok(Some(process)) => held.push((command, process)),
+            // It ended since: judged again from what is there now.
+            Ok(None) | Err(_) => {
+                let table = ProcessTable::read(proc).unwrap_or_default();
+                remnant = adopt::judge(&record, &context.state_dir, &table, &environ).remnant;
+            }
+        }
+    }
+    if remnant == Remnant::Untouched {
+        // A process that was never confirmed may have left something behind all the same.
+        let scan = scan(context, &record);
+        kill(scan, &record.spec.shard, adopted);
+        record.processes.clear();
+    }
+    let pids = held.iter().map(|(_, process)| process.id.pid).collect();
+    let outcome = match (&remnant, record.asked) {
+        (_, Asked::Stop | Asked::Kill) => Outcome::Stopping,
+        (Remnant::Broken(reason), _) => Outcome::Failed {
+            reason: reason.to_string(),
+        },
+        (Remnant::Untouched, _) => Outcome::Resumed,
+        (Remnant::Runs { .. }, _) => Outcome::Adopted { pids },
+    };
+    adopted.push(Adopted {
+        shard: record.spec.shard.clone(),
+        outcome,
+    });
+    TakenOver {
+        record,
+        remnant,
+        alive: held,
+    }
+}
+
+/// Engines of this state directory whose shard is on no record: their spec is lost, so nobody could tell whether they serve.
+fn kill_strays(
+    context: &Context,
+    table: &ProcessTable,
+    records: &[Record],
+    adopted: &mut Vec<Adopted>,
+) {
+    let proc = &context.options.proc_root;
+    let known: BTreeSet<&str> = records
+        .iter()
+        .map(|record| record.spec.shard.as_str())
+        .collect();
+    let engines = table.engines(&context.state_dir, &|pid| read_environ(proc, pid));
+    let strays: BTreeSet<&str> = engines
+        .iter()
+        .map(|(shard, _)| shard.as_str())
+        .filter(|shard| !known.contains(shard))
+        .collect();
+    for shard in strays {
+        let of_it = engines.iter().filter(|(theirs, _)| theirs == shard);
+        let leaders = of_it.map(|(_, id)| id.clone()).collect();
+        let scan = Scan {
+            proc: proc.clone(),
+            traces: traces(context, shard, leaders),
+            cgroup: None,
+        };
+        kill(scan, shard, adopted);
+    }
+}
+
+fn kill(scan: Scan, shard: &str, adopted: &mut Vec<Adopted>) {
+    match ending::kill_now(scan, STRAYS_WAIT_MAX) {
+        Ok(killed) if killed.is_empty() => {}
+        Ok(killed) => adopted.push(Adopted {
+            shard: shard.to_owned(),
+            outcome: Outcome::Killed {
+                pids: killed.iter().map(|member| member.id.pid).collect(),
+            },
+        }),
+        Err(error) => tracing::error!(shard, %error, "what is left of the shard can't be seen"),
+    }
+}
+
+fn scan(context: &Context, record: &Record) -> Scan {
+    Scan {
+        proc: context.options.proc_root.clone(),
+        traces: traces(
+            context,
+            &record.spec.shard,
+            record
+                .processes
+                .iter()
+                .map(|process| process.id())
+                .collect(),
+        ),
+        cgroup: record.cgroup.as_deref().and_then(ShardCgroup::open),
+    }
+}
+
+fn traces(context: &Context, shard: &str, leaders: Vec<ProcessId>) -> Traces {
+    Traces {
+        shard: shard.to_owned(),
+        state_dir: context.state_dir.clone(),
+        leaders,
+        ..Traces::default()
+    }
+}
+
+fn set_aside(file: SetAside) -> Adopted {
+    Adopted {
+        shard: String::new(),
+        outcome: Outcome::SetAside {
+            file: file.file,
+            cause: file.cause,
+            kept_as: file.kept_as,
+        },
+    }
+}
+
+fn lock(path: &Path) -> Result<StateLock, SupervisorError> {
+    let failed = |source: io::Error| SupervisorError::Io {
+        what: "the state directory can't be locked",
+        source,
+    };
+    let open = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path);
+    let mut file = open.map_err(failed)?;
+    let deadline = Instant::now() + LOCK_WAIT_MAX;
+    loop {
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(StateLock(lock)),
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) if Instant::now() >= deadline => {
+                return Err(SupervisorError::Locked {
+                    path: path.to_owned(),
+                });
+            }
+            Err((back, nix::errno::Errno::EWOULDBLOCK)) => file = back,
+            Err((_, error)) => return Err(failed(error.into())),
+        }
+        std::thread::sleep(LOCK_LOOK_EVERY);
+    }
+}
