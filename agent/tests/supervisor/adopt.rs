@@ -1,0 +1,265 @@
+//! A restarted agent and what an earlier one left: taken over, killed, or left alone, and said.
+
+use std::fs;
+
+use llmgw_agent::process_id::ProcessId;
+use llmgw_agent::supervisor::{Outcome, Supervisor, SupervisorError};
+use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::json;
+
+use crate::harness::{
+    Bystander, Directory, Node, engine, eventually, options, record, record_path, script, silent,
+    state_dir,
+};
+
+const SHARD: &str = "m/0/0";
+
+/// As an agent that started `id` for the shard's only command would have left it.
+fn leave(directory: &Directory, spec: &ShardSpec, id: &ProcessId) {
+    let record = json!({
+        "version": 1,
+        "spec": spec,
+        "asked": "run",
+        "ready": true,
+        "processes": [{
+            "command": 0,
+            "pid": id.pid,
+            "start_ticks": id.start_ticks,
+            "boot_id": id.boot_id,
+            "confirmed": true,
+            "done": false,
+        }],
+        "cgroup": null,
+    });
+    let path = record_path(&directory.0, &spec.shard);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, record.to_string()).unwrap();
+}
+
+async fn node_over(directory: Directory) -> Node {
+    let options = options(&directory.0);
+    Node::on(directory, options).await
+}
+
+fn outcome(node: &Node) -> &Outcome {
+    assert_eq!(node.adopted.len(), 1, "{:?}", node.adopted);
+    &node.adopted[0].outcome
+}
+
+async fn failed(node: &mut Node) -> String {
+    node.until(SHARD, |status| status.state == ShardState::Failed)
+        .await
+        .reason
+}
+
+#[tokio::test]
+async fn an_engine_goes_on_under_the_next_agent_ready_at_once_and_can_be_stopped() {
+    let mut node = Node::start().await;
+    node.supervisor
+        .start_shard(engine(SHARD, &["--grandchild"]));
+    node.until_state(SHARD, ShardState::Ready).await;
+    let pid = node.pid(SHARD);
+    node.restart().await;
+    assert_eq!(outcome(&node), &Outcome::Adopted { pids: vec![pid] });
+    // What a registration right after the start would say.
+    let (_, status) = node.supervisor.shards().remove(0);
+    assert_eq!((status.state, status.adopted), (ShardState::Ready, true));
+    let lines = node.supervisor.tail(SHARD, 9);
+    assert!(
+        lines.iter().any(|line| line.text.starts_with("listening ")),
+        "{lines:?}"
+    );
+    assert!(
+        lines
+            .last()
+            .unwrap()
+            .text
+            .starts_with("[llmgw-agent] adopted"),
+        "{lines:?}"
+    );
+    node.supervisor.stop_shard(SHARD, false);
+    node.until_state(SHARD, ShardState::Stopped).await;
+    assert_eq!(node.processes(SHARD), [0_u32; 0]);
+}
+
+#[tokio::test]
+async fn an_adopted_engine_that_loads_becomes_ready_and_one_that_ends_fails() {
+    let mut node = Node::start().await;
+    let spec = engine(SHARD, &["--load-ms", "600000"]);
+    node.supervisor.start_shard(spec);
+    node.until_state(SHARD, ShardState::Loading).await;
+    node.restart().await;
+    node.until_state(SHARD, ShardState::Loading).await;
+    let pid = i32::try_from(node.pid(SHARD)).unwrap();
+    kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+    let failed = node
+        .until(SHARD, |status| status.state == ShardState::Failed)
+        .await;
+    assert_eq!(
+        failed.reason,
+        "exited: `fake-engine` ended, how is not known"
+    );
+    assert_eq!(failed.exit, Some(Exit::Unknown));
+}
+
+#[tokio::test]
+async fn a_stop_that_had_begun_goes_on() {
+    let mut node = Node::start().await;
+    let spec = ShardSpec {
+        stop_grace_ms: 600_000,
+        ..engine(SHARD, &["--ignore-sigterm"])
+    };
+    node.supervisor.start_shard(spec);
+    node.until_state(SHARD, ShardState::Ready).await;
+    node.supervisor.stop_shard(SHARD, false);
+    node.until_state(SHARD, ShardState::Stopping).await;
+    node.restart().await;
+    assert_eq!(outcome(&node), &Outcome::Stopping);
+    node.until_state(SHARD, ShardState::Stopping).await;
+    node.supervisor.stop_shard(SHARD, true);
+    node.until_state(SHARD, ShardState::Stopped).await;
+}
+
+#[tokio::test]
+async fn a_process_that_merely_has_the_number_is_left_alone() {
+    let (directory, bystander) = (Directory::new(), Bystander::start(&[]));
+    let recycled = ProcessId {
+        start_ticks: bystander.id().start_ticks - 1,
+        ..bystander.id()
+    };
+    leave(&directory, &engine(SHARD, &[]), &recycled);
+    let mut node = node_over(directory).await;
+    let reason = failed(&mut node).await;
+    let expected = format!(
+        "ended_alone: `fake-engine` (process {}) ended while no agent ran, how is not known",
+        recycled.pid
+    );
+    assert_eq!(reason, expected);
+    assert_eq!(outcome(&node), &Outcome::Failed { reason });
+    assert!(bystander.is_alive());
+}
+
+#[tokio::test]
+async fn a_process_that_cannot_be_identified_is_killed() {
+    let (directory, process) = (Directory::new(), Bystander::start(&[]));
+    leave(&directory, &engine(SHARD, &[]), &process.id());
+    let mut node = node_over(directory).await;
+    let expected = format!(
+        "unidentified: `fake-engine` (process {}) does not say that it is this shard's",
+        process.0.id()
+    );
+    assert_eq!(failed(&mut node).await, expected);
+    assert!(!process.is_alive());
+}
+
+#[tokio::test]
+async fn a_zombie_is_dead() {
+    let (directory, mut zombie) = (Directory::new(), Bystander::start(&[]));
+    let id = zombie.id();
+    zombie.0.kill().unwrap();
+    eventually("the zombie", || {
+        let stat = llmgw_agent::process_id::read_stat("/proc".as_ref(), id.pid).unwrap();
+        stat.unwrap().state == 'Z'
+    })
+    .await;
+    leave(&directory, &engine(SHARD, &[]), &id);
+    let mut node = node_over(directory).await;
+    assert!(failed(&mut node).await.starts_with("ended_alone: "));
+}
+
+#[tokio::test]
+async fn after_a_reboot_everything_is_gone_whoever_has_the_numbers_now() {
+    let directory = Directory::new();
+    let bystander = Bystander::start(&[]);
+    let before = ProcessId {
+        boot_id: "an-earlier-boot".to_owned(),
+        ..bystander.id()
+    };
+    leave(&directory, &engine(SHARD, &[]), &before);
+    let mut node = node_over(directory).await;
+    let reason = "rebooted: the node was started anew, so nothing of it runs any more";
+    assert_eq!(failed(&mut node).await, reason);
+    assert!(bystander.is_alive());
+    assert_eq!(record(&node.options.state_dir, SHARD), None);
+}
+
+#[tokio::test]
+async fn an_engine_without_a_record_is_killed_and_another_agents_is_not() {
+    let directory = Directory::new();
+    let state = state_dir(&directory.0);
+    let stray = Bystander::start(&[("LLMGW_SHARD", "m/7/0"), ("LLMGW_STATE", &state)]);
+    let theirs = Bystander::start(&[("LLMGW_SHARD", "m/7/0"), ("LLMGW_STATE", "/elsewhere")]);
+    let node = node_over(directory).await;
+    let pids = vec![stray.0.id()];
+    assert_eq!(outcome(&node), &Outcome::Killed { pids });
+    assert_eq!(node.adopted[0].shard, "m/7/0");
+    assert!(!stray.is_alive() && theirs.is_alive());
+}
+
+#[tokio::test]
+async fn a_record_that_is_damaged_is_set_aside_its_engine_killed_and_the_others_adopted() {
+    let mut node = Node::start().await;
+    for shard in [SHARD, "m/1/0"] {
+        node.supervisor.start_shard(engine(shard, &[]));
+        node.until_state(shard, ShardState::Ready).await;
+    }
+    let (damaged, whole) = (node.pid(SHARD), node.pid("m/1/0"));
+    node.supervisor.shutdown(false).await;
+    let path = record_path(&node.options.state_dir, SHARD);
+    let text = fs::read(&path).unwrap();
+    fs::write(&path, &text[..text.len() / 2]).unwrap();
+    node.start_again().await;
+    let outcomes: Vec<&Outcome> = node
+        .adopted
+        .iter()
+        .map(|adopted| &adopted.outcome)
+        .collect();
+    assert!(
+        matches!(outcomes[0], Outcome::SetAside { file, kept_as: Some(kept), .. }
+            if *file == path && kept.exists()),
+        "{outcomes:?}"
+    );
+    assert_eq!(
+        outcomes[1],
+        &Outcome::Killed {
+            pids: vec![damaged]
+        }
+    );
+    assert_eq!(outcomes[2], &Outcome::Adopted { pids: vec![whole] });
+    node.until_state("m/1/0", ShardState::Ready).await;
+}
+
+#[tokio::test]
+async fn two_agents_never_share_a_state_directory() {
+    let node = Node::start().await;
+    let second = Supervisor::start(node.options.clone()).await;
+    let Err(SupervisorError::Locked { path }) = second else {
+        panic!("it started");
+    };
+    assert_eq!(path, node.options.state_dir.join("lock"));
+}
+
+#[tokio::test]
+async fn a_sidecar_that_runs_and_a_server_that_was_never_started_go_on_together() {
+    let mut node = Node::start().await;
+    let mut sidecar = script("exec sleep 600");
+    sidecar.sidecar = true;
+    let mut main = script("exec sleep 600");
+    let port = crate::harness::free_port();
+    main.wait_for = Some(llmgw_proto::shard::WaitFor {
+        address: format!("127.0.0.1:{port}"),
+        timeout_ms: 600_000,
+    });
+    node.supervisor
+        .start_shard(silent(SHARD, vec![sidecar, main]));
+    let waits = |status: &llmgw_proto::shard::ShardStatus| status.reason.contains("waits for");
+    node.until(SHARD, waits).await;
+    let pid = node.pid(SHARD);
+    node.restart().await;
+    assert_eq!(outcome(&node), &Outcome::Adopted { pids: vec![pid] });
+    let _listener = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
+    node.until_state(SHARD, ShardState::Ready).await;
+    assert_eq!(node.processes(SHARD).len(), 2);
+}

@@ -1,0 +1,264 @@
+//! `kill -9` of the agent: at every named instant of a start, and at random ones. Whenever it happens, the next agent has
+//! the engine, once, and can stop it.
+//!
+//! The agent to be killed is this test executable itself, as a process of its own: see [`agent_process`].
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use llmgw_agent::process_id::ProcessId;
+use llmgw_agent::supervisor::{Instant, Outcome, Supervisor};
+use llmgw_proto::shard::{ShardSpec, ShardState, WaitFor};
+use nix::sys::signal::{Signal, raise};
+
+use crate::harness::{
+    Directory, Node, PATIENCE, command, engine, eventually, options, processes, record, script,
+    silent,
+};
+
+const SHARD: &str = "m/0/0";
+/// What makes [`agent_process`] an agent: the state directory, the spec, and the instant at which it kills itself.
+const DIRECTORY: &str = "LLMGW_TEST_AGENT";
+const SPEC: &str = "LLMGW_TEST_SPEC";
+const INSTANT: &str = "LLMGW_TEST_INSTANT";
+/// Seeds of the random kills, `LLMGW_KILL_SEEDS=500` for more.
+const SEEDS: u64 = 24;
+const SEEDS_VARIABLE: &str = "LLMGW_KILL_SEEDS";
+/// A start with its two processes takes about 10 ms, a loaded machine takes more.
+const KILL_WITHIN_US: u64 = 40_000;
+
+/// An agent that starts one shard and then waits to be killed; in an ordinary test run it does nothing.
+#[test]
+fn agent_process() {
+    let Some(directory) = std::env::var_os(DIRECTORY) else {
+        return;
+    };
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        let mut options = options(Path::new(&directory));
+        options.at = Some(die_at);
+        let (supervisor, _) = Supervisor::start(options).await.unwrap();
+        let spec: ShardSpec = serde_json::from_str(&std::env::var(SPEC).unwrap()).unwrap();
+        // Whoever kills at random begins to count here.
+        println!("\nstarting");
+        supervisor.start_shard(spec);
+        tokio::time::sleep(2 * PATIENCE).await;
+    });
+}
+
+/// Dies as with `kill -9` when the instant is reached for the last of the shard's commands that reach it: `executed:2` is the
+/// second time.
+fn die_at(instant: Instant) {
+    static TIMES: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let wanted = std::env::var(INSTANT).unwrap_or_default();
+    let Some((name, time)) = wanted.split_once(':') else {
+        return;
+    };
+    if format!("{instant:?}") != name {
+        return;
+    }
+    let times = TIMES.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
+    if times.to_string() == time {
+        raise(Signal::SIGKILL).unwrap();
+    }
+}
+
+/// The agent as a process; killed and reaped when dropped.
+struct Agent(Child);
+
+impl Agent {
+    fn start(directory: &Directory, spec: &ShardSpec, instant: &str) -> Agent {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["kill::agent_process", "--exact", "--nocapture"])
+            .env(DIRECTORY, &directory.0)
+            .env(SPEC, serde_json::to_string(spec).unwrap())
+            .env(INSTANT, instant)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
+        Agent(command.spawn().unwrap())
+    }
+
+    /// Waits until it is about to start the shard.
+    fn starting(&mut self) {
+        let stdout = self.0.stdout.take().unwrap();
+        let mut lines = BufReader::new(stdout).lines();
+        assert!(lines.any(|line| line.unwrap() == "starting"));
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A sidecar with a child in another session, and an engine that waits for it.
+fn pair() -> ShardSpec {
+    let port = crate::harness::free_port();
+    let listen = format!("127.0.0.1:{port}");
+    let mut sidecar = command("fake-engine", &["--grandchild", "--listen", &listen]);
+    sidecar.sidecar = true;
+    let mut spec = engine(SHARD, &["--load-ms", "10"]);
+    spec.commands[0].wait_for = Some(WaitFor {
+        address: listen,
+        timeout_ms: 60_000,
+    });
+    spec.commands.insert(0, sidecar);
+    spec
+}
+
+/// The processes on record that are confirmed and alive: an agent must not lose or replace them.
+fn confirmed(directory: &Directory) -> Vec<ProcessId> {
+    let Some(record) = record(&directory.0, SHARD) else {
+        return Vec::new();
+    };
+    let processes = record["processes"].as_array().unwrap().iter();
+    processes
+        .filter(|process| process["confirmed"] == true)
+        .map(|process| ProcessId {
+            pid: u32::try_from(process["pid"].as_u64().unwrap()).unwrap(),
+            start_ticks: process["start_ticks"].as_u64().unwrap(),
+            boot_id: process["boot_id"].as_str().unwrap().to_owned(),
+        })
+        .collect()
+}
+
+/// After the kill: the next agent brings the shard to `ready` with every process there once, and stops it without a rest.
+async fn check(directory: Directory, spec: &ShardSpec, living: usize, case: &str) {
+    let before = confirmed(&directory);
+    let was_on_record = record(&directory.0, SHARD).is_some();
+    let options = options(&directory.0);
+    let mut node = Node::on(directory, options).await;
+    if !was_on_record {
+        // The server sends it again at the next connect.
+        assert_eq!(
+            processes(&node.options.state_dir, SHARD),
+            [0_u32; 0],
+            "{case}"
+        );
+        node.supervisor.start_shard(spec.clone());
+    }
+    node.until_state(SHARD, ShardState::Ready).await;
+    for id in &before {
+        assert!(
+            id.is_alive(Path::new("/proc")).unwrap(),
+            "{case}: {id:?} is gone"
+        );
+    }
+    let directory = node.options.state_dir.clone();
+    let there = || processes(&directory, SHARD).len();
+    eventually(case, || there() == living).await;
+    node.supervisor.stop_shard(SHARD, true);
+    node.until_state(SHARD, ShardState::Stopped).await;
+    assert_eq!(there(), 0, "{case}");
+    node.supervisor.shutdown(false).await;
+}
+
+#[tokio::test]
+async fn an_agent_that_dies_at_any_named_instant_of_a_start_loses_no_engine_and_leaks_none() {
+    for instant in [
+        "SpecWritten:1",
+        "Forked:1",
+        "PidWritten:1",
+        "Executed:1",
+        "Confirmed:1",
+        "Forked:2",
+        "PidWritten:2",
+        "Executed:2",
+        "Confirmed:2",
+    ] {
+        let (directory, spec) = (Directory::new(), pair());
+        let mut agent = Agent::start(&directory, &spec, instant);
+        agent.starting();
+        let status = agent.0.wait().unwrap();
+        assert!(!status.success(), "{instant} was not reached");
+        check(directory, &spec, 3, instant).await;
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_is_killed_at_a_random_instant_of_a_start_loses_no_engine_and_leaks_none() {
+    let seeds = std::env::var(SEEDS_VARIABLE).map_or(SEEDS, |seeds| seeds.parse().unwrap());
+    for seed in 0..seeds {
+        let (directory, spec) = (Directory::new(), pair());
+        let mut agent = Agent::start(&directory, &spec, "");
+        agent.starting();
+        // The fault itself, not a wait for something.
+        std::thread::sleep(Duration::from_micros(random(seed) % KILL_WITHIN_US));
+        agent.kill();
+        check(directory, &spec, 3, &format!("seed {seed}")).await;
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_is_killed_again_and_again_never_has_two_copies() {
+    let (directory, spec) = (Directory::new(), pair());
+    for round in 0..6 {
+        let mut agent = Agent::start(&directory, &spec, "");
+        agent.starting();
+        std::thread::sleep(Duration::from_micros(
+            random(1_000 + round) % KILL_WITHIN_US,
+        ));
+        agent.kill();
+    }
+    check(directory, &spec, 3, "six kills").await;
+}
+
+#[tokio::test]
+async fn an_engine_writes_on_while_no_agent_runs_and_none_of_its_lines_is_lost() {
+    let directory = Directory::new();
+    let text = "n=0; while :; do n=$((n+1)); echo line $n; sleep 0.01; done";
+    let spec = silent(SHARD, vec![script(text)]);
+    let mut agent = Agent::start(&directory, &spec, "");
+    agent.starting();
+    let output = directory.0.join("shards/m%2f0%2f0/output.log");
+    let lines = || {
+        std::fs::read_to_string(&output)
+            .unwrap_or_default()
+            .lines()
+            .count()
+    };
+    eventually("the first lines", || lines() > 10).await;
+    agent.kill();
+    let at_death = lines();
+    // A pipe would have ended it at its next line.
+    eventually("lines without an agent", || lines() > at_death + 10).await;
+    let options = options(&directory.0);
+    let mut node = Node::on(directory, options).await;
+    assert!(
+        matches!(node.adopted[0].outcome, Outcome::Adopted { .. }),
+        "{:?}",
+        node.adopted
+    );
+    node.until_state(SHARD, ShardState::Ready).await;
+    let texts = || -> Vec<String> {
+        let lines = node.supervisor.tail(SHARD, usize::MAX).into_iter();
+        let texts = lines.map(|line| line.text);
+        texts.filter(|text| !text.starts_with('[')).collect()
+    };
+    eventually("lines under the next agent", || {
+        texts().len() > at_death + 20
+    })
+    .await;
+    for (at, text) in texts().iter().enumerate() {
+        assert_eq!(text, &format!("line {}", at + 1));
+    }
+}
+
+/// SplitMix64.
+fn random(seed: u64) -> u64 {
+    let mut z = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,7 @@
+//! The supervisor over real processes: fake engines and shell scripts, started, stopped, killed and adopted.
+
+mod adopt;
+mod harness;
+mod kill;
+mod life;
+mod stop;

@@ -1,0 +1,258 @@
+//! The end of a shard: asked for, forced, resisted; and what it held is given back.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use llmgw_agent::supervisor::cgroup;
+use llmgw_agent::supervisor::gpu::{GpuFact, GpuFacts};
+use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::harness::{Node, PROC, engine, eventually, script, silent};
+
+const SHARD: &str = "m/0/0";
+const NOBODY: [u32; 0] = [];
+
+fn signal(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(i32::try_from(pid).unwrap()), signal).unwrap();
+}
+
+#[tokio::test]
+async fn a_stop_asks_the_engine_and_is_over_when_it_is_gone() {
+    let mut node = Node::start().await;
+    node.supervisor.start_shard(engine(SHARD, &[]));
+    node.until_state(SHARD, ShardState::Ready).await;
+    assert!(node.supervisor.drain_shard(SHARD));
+    node.until_state(SHARD, ShardState::Draining).await;
+    assert!(node.supervisor.stop_shard(SHARD, false));
+    let stopped = node.until_state(SHARD, ShardState::Stopped).await;
+    assert_eq!((stopped.reason.as_str(), stopped.log_tail.len()), ("", 0));
+    assert_eq!(node.processes(SHARD), NOBODY);
+    assert!(!node.options.state_dir.join("shards/m%2f0%2f0").exists());
+    assert!(!node.supervisor.stop_shard("m/9/0", false));
+}
+
+#[tokio::test]
+async fn an_engine_that_ignores_the_request_is_killed_after_its_grace_with_all_that_it_left_elsewhere()
+ {
+    let mut node = Node::start().await;
+    let spec = ShardSpec {
+        stop_grace_ms: 300,
+        ..engine(SHARD, &["--ignore-sigterm", "--grandchild"])
+    };
+    node.supervisor.start_shard(spec);
+    node.until_state(SHARD, ShardState::Ready).await;
+    assert_eq!(node.processes(SHARD).len(), 2);
+    let asked = Instant::now();
+    node.supervisor.stop_shard(SHARD, false);
+    node.until_state(SHARD, ShardState::Stopped).await;
+    assert!(asked.elapsed() >= Duration::from_millis(300));
+    assert_eq!(node.processes(SHARD), NOBODY);
+}
+
+#[tokio::test]
+async fn a_request_reaches_every_descendant_behind_a_shell() {
+    let mut node = Node::start().await;
+    let log = node.options.state_dir.join("log");
+    let inner = format!(
+        "trap 'echo $0 asked >> {0}; exit' TERM; echo $0 up >> {0}; while :; do sleep 0.01; done",
+        log.display()
+    );
+    // The outer shell stays; one of the inner ones has left its session.
+    let outer =
+        "trap : TERM; sh -c \"$INNER\" one & setsid sh -c \"$INNER\" two & wait; wait; wait";
+    let mut command = script(outer);
+    command.env.insert("INNER".to_owned(), inner);
+    node.supervisor.start_shard(silent(SHARD, vec![command]));
+    node.until_state(SHARD, ShardState::Ready).await;
+    let lines = |word: &str| -> Vec<String> {
+        let text = std::fs::read_to_string(&log).unwrap_or_default();
+        let mut lines: Vec<String> = text
+            .lines()
+            .filter(|line| line.ends_with(word))
+            .map(str::to_owned)
+            .collect();
+        lines.sort();
+        lines
+    };
+    eventually("both shells", || lines("up").len() == 2).await;
+    node.supervisor.stop_shard(SHARD, false);
+    node.until_state(SHARD, ShardState::Stopped).await;
+    assert_eq!(lines("asked"), ["one asked", "two asked"]);
+}
+
+#[tokio::test]
+async fn a_forced_stop_and_a_frozen_engine_need_no_patience() {
+    let mut node = Node::start().await;
+    node.supervisor
+        .start_shard(engine(SHARD, &["--ignore-sigterm"]));
+    node.until_state(SHARD, ShardState::Ready).await;
+    signal(node.pid(SHARD), Signal::SIGSTOP);
+    node.supervisor.stop_shard(SHARD, true);
+    let stopped = node.until_state(SHARD, ShardState::Stopped).await;
+    assert_eq!(stopped.exit, Some(Exit::Signal(9)));
+    // A frozen one that would obey gets to.
+    node.supervisor.start_shard(engine("m/1/0", &[]));
+    node.until_state("m/1/0", ShardState::Ready).await;
+    signal(node.pid("m/1/0"), Signal::SIGSTOP);
+    node.supervisor.stop_shard("m/1/0", false);
+    let stopped = node.until_state("m/1/0", ShardState::Stopped).await;
+    assert_eq!(stopped.exit, Some(Exit::Status(0)));
+}
+
+#[tokio::test]
+async fn an_engine_that_is_killed_fails_and_takes_its_orphans_along() {
+    let mut node = Node::start().await;
+    node.supervisor
+        .start_shard(engine(SHARD, &["--grandchild"]));
+    node.until_state(SHARD, ShardState::Ready).await;
+    signal(node.pid(SHARD), Signal::SIGKILL);
+    let failed = node
+        .until(SHARD, |status| status.state == ShardState::Failed)
+        .await;
+    assert_eq!(
+        failed.reason,
+        "exited: `fake-engine` was killed by signal 9"
+    );
+    assert_eq!(node.processes(SHARD), NOBODY);
+}
+
+#[tokio::test]
+async fn a_stop_works_while_the_engine_loads_and_while_an_address_is_waited_for() {
+    let mut node = Node::start().await;
+    node.supervisor
+        .start_shard(engine(SHARD, &["--load-ms", "600000"]));
+    node.until_state(SHARD, ShardState::Loading).await;
+    node.supervisor.stop_shard(SHARD, false);
+    node.until_state(SHARD, ShardState::Stopped).await;
+    let mut waits = engine("m/1/0", &[]);
+    waits.commands[0].wait_for = Some(llmgw_proto::shard::WaitFor {
+        address: "127.0.0.1:1".to_owned(),
+        timeout_ms: 600_000,
+    });
+    node.supervisor.start_shard(waits);
+    node.until_state("m/1/0", ShardState::Starting).await;
+    node.supervisor.stop_shard("m/1/0", false);
+    node.until_state("m/1/0", ShardState::Stopped).await;
+}
+
+/// One GPU, whose memory is what the test says.
+#[derive(Default)]
+struct OneGpu {
+    used_mib: Mutex<Option<u64>>,
+}
+
+impl GpuFacts for OneGpu {
+    fn gpu(&self, uuid: &str) -> Option<GpuFact> {
+        (uuid == "GPU-1").then(|| GpuFact {
+            problems: Vec::new(),
+            used_mib: *self.used_mib.lock().unwrap(),
+            holders: vec![4711],
+            read_at: Instant::now(),
+        })
+    }
+}
+
+#[tokio::test]
+async fn a_shard_is_not_over_before_the_memory_of_its_gpus_has_fallen() {
+    let gpu = Arc::new(OneGpu::default());
+    *gpu.used_mib.lock().unwrap() = Some(4);
+    let facts = gpu.clone();
+    let mut node = Node::with(move |options| options.gpus = facts).await;
+    let with_gpu = |shard| ShardSpec {
+        gpus: vec!["GPU-1".to_owned()],
+        ..engine(shard, &[])
+    };
+    node.supervisor.start_shard(with_gpu(SHARD));
+    node.until_state(SHARD, ShardState::Ready).await;
+    node.supervisor.start_shard(with_gpu("m/1/0"));
+    let refused = node
+        .until("m/1/0", |status| status.state == ShardState::Failed)
+        .await;
+    assert_eq!(refused.reason, "gpu_claimed: GPU GPU-1 is shard `m/0/0`'s");
+    *gpu.used_mib.lock().unwrap() = Some(40_000);
+    node.supervisor.stop_shard(SHARD, false);
+    let dir = node.options.state_dir.clone();
+    eventually("the engine's end", || {
+        crate::harness::processes(&dir, SHARD).is_empty()
+    })
+    .await;
+    // Its place is not given away yet.
+    node.supervisor.start_shard(with_gpu("m/2/0"));
+    let refused = node
+        .until("m/2/0", |status| status.state == ShardState::Failed)
+        .await;
+    assert_eq!(refused.reason, "gpu_claimed: GPU GPU-1 is shard `m/0/0`'s");
+    assert_eq!(
+        node.supervisor
+            .shards()
+            .iter()
+            .filter(|(spec, status)| {
+                spec.shard == SHARD && status.state == ShardState::Stopping
+            })
+            .count(),
+        1
+    );
+    *gpu.used_mib.lock().unwrap() = Some(4);
+    node.until_state(SHARD, ShardState::Stopped).await;
+}
+
+#[tokio::test]
+async fn a_shutdown_leaves_engines_running_in_less_than_two_seconds_or_stops_them() {
+    let mut node = Node::start().await;
+    for shard in [SHARD, "m/1/0"] {
+        node.supervisor.start_shard(engine(shard, &[]));
+        node.until_state(shard, ShardState::Ready).await;
+    }
+    node.supervisor
+        .start_shard(engine("m/2/0", &["--load-ms", "600000"]));
+    node.until_state("m/2/0", ShardState::Loading).await;
+    let asked = Instant::now();
+    node.supervisor.shutdown(false).await;
+    assert!(asked.elapsed() < Duration::from_secs(2));
+    for shard in [SHARD, "m/1/0", "m/2/0"] {
+        assert_eq!(node.processes(shard).len(), 1);
+    }
+    node.start_again().await;
+    node.supervisor.shutdown(true).await;
+    for shard in [SHARD, "m/1/0", "m/2/0"] {
+        assert_eq!(node.processes(shard), NOBODY);
+    }
+}
+
+/// Where this machine lets us make control groups; in CI that may be nowhere.
+fn cgroup_root() -> Option<PathBuf> {
+    let mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
+    mounts
+        .iter()
+        .find_map(|mount| cgroup::delegated(PROC.as_ref(), mount.as_ref()))
+}
+
+#[tokio::test]
+async fn a_control_group_kills_what_left_session_parent_and_environment_behind() {
+    let Some(root) = cgroup_root() else {
+        eprintln!("skipped: no control group of version 2 is delegated to this process");
+        return;
+    };
+    let mut node = Node::with(|options| options.cgroup_root = Some(root.clone())).await;
+    let text =
+        "setsid env -i sh -c 'trap \"\" TERM; setsid sleep 600 & sleep 600' & exec sleep 600";
+    let spec = ShardSpec {
+        stop_grace_ms: 300,
+        ..silent(SHARD, vec![script(text)])
+    };
+    node.supervisor.start_shard(spec);
+    node.until_state(SHARD, ShardState::Ready).await;
+    let group = root.join("llmgw-m%2f0%2f0");
+    let inside = || {
+        let procs = std::fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+        procs.lines().count()
+    };
+    eventually("four processes", || inside() == 4).await;
+    signal(node.pid(SHARD), Signal::SIGKILL);
+    node.until(SHARD, |status| status.state == ShardState::Failed)
+        .await;
+    assert!(!group.exists(), "the group is empty, and gone");
+}
