@@ -317,7 +317,7 @@ impl Supervisor {
             .await
             .is_err()
         {
-            tracing::warn!("some shards' tasks did not end in time and are dropped");
+            tracing::warn!("some shards' tasks did not end in time");
         }
         let lock = self
             .lock
@@ -340,7 +340,15 @@ impl Supervisor {
             )));
         }
         let shard = &handle.spec.shard;
+        let has_ended = |running: &Handle| {
+            let status = self.context.board.get(shard, &running.spec_hash);
+            status.is_some_and(|status| status.state.is_over())
+        };
         match shards.get(shard) {
+            Some(running) if !running.is_over() && has_ended(running) => {
+                let text = "what is left of its last run does not end, and still holds its place";
+                return Err(Some(Reason::new("not_gone", text)));
+            }
             Some(running) if !running.is_over() && running.spec_hash == handle.spec_hash => {
                 return Err(None);
             }

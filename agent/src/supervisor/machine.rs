@@ -152,7 +152,7 @@ pub enum Action {
     /// Look whether its GPUs are free.
     Release,
     Report,
-    /// Nothing is left: its record goes.
+    /// Nothing is left: its record goes. Before the last report, upon which the same shard may be started again.
     Forget,
 }
 
@@ -312,7 +312,7 @@ impl Life {
                 self.state = ShardState::Failed;
                 self.ending = Ending::Over;
                 self.reason = reason.to_string();
-                vec![Action::Report, Action::Forget]
+                vec![Action::Forget, Action::Report]
             }
             Event::Listens { command } if starting && *command == self.next => {
                 self.listens_by_ms = None;

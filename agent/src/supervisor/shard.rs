@@ -133,7 +133,6 @@ impl ShardTask {
         let made = task.record.cgroup.as_deref();
         task.cgroup = made.and_then(ShardCgroup::open);
         for (command, process) in alive {
-            task.confirm(command);
             task.watch(command, process);
         }
         let (asked, now_ms) = (task.record.asked, task.now_ms());
@@ -195,7 +194,7 @@ impl ShardTask {
                 _ = reads.tick() => None,
             };
             actions = match event {
-                Some(event) => self.step(event),
+                Some(event) => self.step(event).await,
                 None => {
                     self.read_output();
                     self.remember().await;
@@ -203,7 +202,6 @@ impl ShardTask {
                 }
             };
         }
-        self.handle.over.store(true, Ordering::Release);
     }
 
     /// The machine's next deadline.
@@ -220,20 +218,20 @@ impl ShardTask {
         }
     }
 
-    fn step(&mut self, event: Event) -> Vec<Action> {
-        self.note(&event);
+    async fn step(&mut self, event: Event) -> Vec<Action> {
+        self.note(&event).await;
         let (life, actions) = self.life.step(&self.plan, &event, self.now_ms());
         self.life = life;
         actions
     }
 
     /// What an event changes beside the machine.
-    fn note(&mut self, event: &Event) {
+    async fn note(&mut self, event: &Event) {
         match event {
             Event::Asked(asked) if *asked > self.record.asked => {
                 // On record before any signal: an agent that dies during the stop goes on with it.
                 self.record.asked = *asked;
-                self.save("what was asked of the shard");
+                self.save("what was asked of the shard").await;
             }
             Event::Exited { command, exit } => {
                 self.read_output();
@@ -241,7 +239,7 @@ impl ShardTask {
                 let is_step = self.plan.commands.get(*command).map(|planned| planned.kind);
                 if is_step == Some(Kind::Step) && *exit == Exit::Status(0) {
                     self.change(*command, |process| process.done = true);
-                    self.save("the end of a step");
+                    self.save("the end of a step").await;
                 }
             }
             _ => {}
@@ -253,13 +251,15 @@ impl ShardTask {
         let mut actions = std::collections::VecDeque::from(actions);
         while let Some(action) = actions.pop_front() {
             if let Some(event) = self.perform(action).await {
-                actions.extend(self.step(event));
+                actions.extend(self.step(event).await);
             }
         }
     }
 
     async fn perform(&mut self, action: Action) -> Option<Event> {
         match action {
+            // The next agent goes on with it.
+            Action::Check | Action::Start { .. } if self.context.cancel.is_cancelled() => {}
             Action::Check => return Some(self.check().await),
             Action::Start { command } => return Some(self.start(command).await),
             Action::Await { command } => self.await_address(command),
@@ -268,7 +268,7 @@ impl ShardTask {
             Action::LetBe => self.asking = None,
             Action::RecordReady => {
                 self.record.ready = true;
-                self.save("that the shard is ready");
+                self.save("that the shard is ready").await;
             }
             Action::Terminate => self.end(Force::Terminate),
             Action::Kill => self.end(Force::Kill),
@@ -280,7 +280,7 @@ impl ShardTask {
                 self.ending = Some(Background(tokio::spawn(free)));
             }
             Action::Report => self.report(),
-            Action::Forget => self.forget(),
+            Action::Forget => self.forget().await,
         }
         None
     }
@@ -391,23 +391,35 @@ impl ShardTask {
             true => tracing::warn!(shard = status.shard, state, reason, "a shard fails"),
             false => tracing::info!(shard = status.shard, state, reason, "a shard's state"),
         }
+        if self.life.is_over() {
+            // First, so that whoever reads the status can start the shard again.
+            self.handle.over.store(true, Ordering::Release);
+        }
         self.context.board.put(status);
     }
 
-    fn save(&self, what: &str) {
-        if let Err(error) = self.context.store.save(&self.record) {
+    /// On a thread that may wait for the disk.
+    async fn save(&self, what: &str) {
+        let (context, record) = (self.context.clone(), self.record.clone());
+        let saved = tokio::task::spawn_blocking(move || context.store.save(&record));
+        if let Ok(Err(error)) = saved.await {
             let shard = &self.handle.spec.shard;
             tracing::error!(shard, %error, "{what} can't be put on record");
         }
     }
 
-    fn forget(&mut self) {
+    async fn forget(&mut self) {
         self.asking = None;
         self.ending = None;
-        if let Some(cgroup) = self.cgroup.take() {
-            cgroup.remove();
-        }
-        if let Err(error) = self.context.store.remove(&self.handle.spec.shard) {
+        let (context, shard) = (self.context.clone(), self.handle.spec.shard.clone());
+        let cgroup = self.cgroup.take();
+        let removed = tokio::task::spawn_blocking(move || {
+            if let Some(cgroup) = cgroup {
+                cgroup.remove();
+            }
+            context.store.remove(&shard)
+        });
+        if let Ok(Err(error)) = removed.await {
             let shard = &self.handle.spec.shard;
             tracing::error!(shard, %error, "the record of a shard that is over can't be removed");
         }

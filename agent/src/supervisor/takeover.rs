@@ -155,7 +155,10 @@ fn take_over_shard(
     let mut held = Vec::new();
     for (command, id) in alive {
         match Process::adopt(&id, proc) {
-            Ok(Some(process)) => held.push((command, process)),
+            Ok(Some(process)) => {
+                confirm(&mut record, command);
+                held.push((command, process));
+            }
             // It ended since: judged again from what is there now.
             Ok(None) | Err(_) => {
                 let table = ProcessTable::read(proc).unwrap_or_default();
@@ -168,6 +171,9 @@ fn take_over_shard(
         let scan = scan(context, &record);
         kill(scan, &record.spec.shard, adopted);
         record.processes.clear();
+    }
+    if let Err(error) = context.store.save(&record) {
+        tracing::error!(shard = record.spec.shard, %error, "what was taken over can't be put on record");
     }
     let pids = held.iter().map(|(_, process)| process.id.pid).collect();
     let outcome = match (&remnant, record.asked) {
@@ -186,6 +192,14 @@ fn take_over_shard(
         record,
         remnant,
         alive: held,
+    }
+}
+
+/// It runs: an agent that died at its start did not come to write that down.
+fn confirm(record: &mut Record, command: usize) {
+    let mut processes = record.processes.iter_mut();
+    if let Some(process) = processes.find(|process| process.command == command) {
+        process.confirmed = true;
     }
 }
 

@@ -4,18 +4,20 @@
 //! The agent to be killed is this test executable itself, as a process of its own: see [`agent_process`].
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use llmgw_agent::process_id::ProcessId;
+use llmgw_agent::supervisor::tree::{Environ, read_environ};
 use llmgw_agent::supervisor::{Instant, Outcome, Supervisor};
 use llmgw_proto::shard::{ShardSpec, ShardState, WaitFor};
 use nix::sys::signal::{Signal, raise};
 
 use crate::harness::{
-    Directory, Node, PATIENCE, command, engine, eventually, options, processes, record, script,
-    silent,
+    Directory, Node, PATIENCE, command, engine, eventually, options, processes, record,
+    recorded_pids, script, silent,
 };
 
 const SHARD: &str = "m/0/0";
@@ -61,7 +63,21 @@ fn die_at(instant: Instant) {
     }
     let times = TIMES.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
     if times.to_string() == time {
+        if instant == Instant::PidWritten {
+            assert_gated();
+        }
         raise(Signal::SIGKILL).unwrap();
+    }
+}
+
+/// What is on record last must still stand at its gate: with the agent's environment, not with an engine's.
+fn assert_gated() {
+    let directory = std::env::var_os(DIRECTORY).unwrap();
+    let pids = recorded_pids(Path::new(&directory), SHARD);
+    let environ = read_environ(Path::new("/proc"), *pids.last().unwrap());
+    if environ != Environ::Other {
+        eprintln!("it executes already");
+        std::process::exit(1);
     }
 }
 
@@ -181,7 +197,11 @@ async fn an_agent_that_dies_at_any_named_instant_of_a_start_loses_no_engine_and_
         let mut agent = Agent::start(&directory, &spec, instant);
         agent.starting();
         let status = agent.0.wait().unwrap();
-        assert!(!status.success(), "{instant} was not reached");
+        assert_eq!(
+            status.signal(),
+            Some(9),
+            "{instant} was not reached, or too late"
+        );
         check(directory, &spec, 3, instant).await;
     }
 }

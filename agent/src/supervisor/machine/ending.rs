@@ -50,7 +50,7 @@ impl Life {
             (Ending::Haunted, Event::Gone) => {
                 self.ending = Ending::Over;
                 self.reason.push_str("; they are gone now");
-                vec![Action::Report, Action::Forget]
+                vec![Action::Forget, Action::Report]
             }
             (Ending::Releasing, Event::Released) => self.over(),
             (Ending::Releasing, Event::Held(what)) => {
@@ -96,6 +96,6 @@ impl Life {
             Some(_) => ShardState::Failed,
             None => ShardState::Stopped,
         };
-        vec![Action::Report, Action::Forget]
+        vec![Action::Forget, Action::Report]
     }
 }

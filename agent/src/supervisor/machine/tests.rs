@@ -153,7 +153,7 @@ fn a_node_that_cannot_run_it_refuses_and_nothing_is_left_on_record() {
     let story = Story::new(single()).then(Event::Refused(reason)).is(
         ShardState::Failed,
         "port_taken: port 21000 is taken by process 7 (nginx)",
-        &[Action::Report, Action::Forget],
+        &[Action::Forget, Action::Report],
     );
     assert!(story.life.is_over());
 }
@@ -252,7 +252,7 @@ fn an_unasked_exit_is_a_failure_whatever_its_code_and_whosever() {
         story.then(Event::Gone).then(Event::Released).is(
             ShardState::Failed,
             reason,
-            &[Action::Report, Action::Forget],
+            &[Action::Forget, Action::Report],
         );
     }
 }
@@ -341,7 +341,7 @@ fn a_stop_is_a_request_a_grace_period_and_a_kill_and_over_when_everything_is_giv
         .then(Event::Held("GPU-1 has 9000 MiB in use".to_owned()))
         .is(ShardState::Stopping, "", &[])
         .then(Event::Released)
-        .is(ShardState::Stopped, "", &[Action::Report, Action::Forget]);
+        .is(ShardState::Stopped, "", &[Action::Forget, Action::Report]);
 }
 
 #[test]
@@ -413,7 +413,7 @@ fn processes_that_no_signal_ends_are_reported_and_not_waited_for() {
     let story = story.is(
         ShardState::Failed,
         reason,
-        &[Action::Report, Action::Forget],
+        &[Action::Forget, Action::Report],
     );
     assert!(story.life.is_over());
 }
@@ -427,7 +427,7 @@ fn gpu_memory_that_does_not_fall_is_a_failure_beside_the_first_one() {
             .then(Event::Held("GPU-1 has 9000 MiB in use".to_owned()))
             .time_passes()
     };
-    let actions = [Action::Report, Action::Forget];
+    let actions = [Action::Forget, Action::Report];
     let stopped = Story::new(single()).ready().then(Event::Asked(Asked::Stop));
     ending(stopped).is(ShardState::Failed, held, &actions);
     let failed = Story::new(single())

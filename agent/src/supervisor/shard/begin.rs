@@ -67,8 +67,9 @@ impl ShardTask {
             let options = &context.options;
             let started = Process::start(launch, &options.proc_root, |id| {
                 options.reached(Named::Forked);
-                if let Some(cgroup) = &cgroup {
-                    cgroup.join(id.pid)?;
+                if let Some(Err(error)) = cgroup.as_ref().map(|cgroup| cgroup.join(id.pid)) {
+                    // Its session still tells what is its.
+                    tracing::warn!(pid = id.pid, %error, "a process can't be put into its control group");
                 }
                 record
                     .processes
@@ -88,7 +89,7 @@ impl ShardTask {
         match started {
             Ok(process) => {
                 self.context.options.reached(Named::Executed);
-                self.confirm(command);
+                self.confirm(command).await;
                 self.context.options.reached(Named::Confirmed);
                 self.watch(command, process);
                 Event::Started { command }
@@ -97,7 +98,7 @@ impl ShardTask {
                 self.record
                     .processes
                     .retain(|process| process.command != command);
-                self.save("that nothing was started");
+                self.save("that nothing was started").await;
                 not_started(error.to_string())
             }
         }
@@ -136,9 +137,9 @@ impl ShardTask {
     }
 
     /// Puts on record that a process executes.
-    pub(super) fn confirm(&mut self, command: usize) {
+    async fn confirm(&mut self, command: usize) {
         self.change(command, |process| process.confirmed = true);
-        self.save("that a process runs");
+        self.save("that a process runs").await;
         self.share_traces();
     }
 
