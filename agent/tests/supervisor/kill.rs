@@ -21,17 +21,17 @@ use crate::harness::{
 };
 
 const SHARD: &str = "m/0/0";
-/// What makes [`agent_process`] an agent: the state directory, the spec, and the instant at which it kills itself.
+/// What makes [`agent_process`] an agent: the state directory, the specs, and the instant at which it kills itself.
 const DIRECTORY: &str = "LLMGW_TEST_AGENT";
-const SPEC: &str = "LLMGW_TEST_SPEC";
+const SPECS: &str = "LLMGW_TEST_SPECS";
 const INSTANT: &str = "LLMGW_TEST_INSTANT";
 /// Seeds of the random kills, `LLMGW_KILL_SEEDS=500` for more.
 const SEEDS: u64 = 24;
 const SEEDS_VARIABLE: &str = "LLMGW_KILL_SEEDS";
-/// A start with its two processes takes about 10 ms, a loaded machine takes more.
-const KILL_WITHIN_US: u64 = 40_000;
+/// Three starts with their six processes take some 30 ms, a loaded machine takes more.
+const KILL_WITHIN_US: u64 = 60_000;
 
-/// An agent that starts one shard and then waits to be killed; in an ordinary test run it does nothing.
+/// An agent that starts its shards at once and then waits to be killed; in an ordinary test run it does nothing.
 #[test]
 fn agent_process() {
     let Some(directory) = std::env::var_os(DIRECTORY) else {
@@ -42,10 +42,13 @@ fn agent_process() {
         let mut options = options(Path::new(&directory));
         options.at = Some(die_at);
         let (supervisor, _) = Supervisor::start(options).await.unwrap();
-        let spec: ShardSpec = serde_json::from_str(&std::env::var(SPEC).unwrap()).unwrap();
+        let specs = std::env::var(SPECS).unwrap();
+        let specs: Vec<ShardSpec> = serde_json::from_str(&specs).unwrap();
         // Whoever kills at random begins to count here.
         println!("\nstarting");
-        supervisor.start_shard(spec);
+        for spec in specs {
+            supervisor.start_shard(spec);
+        }
         tokio::time::sleep(2 * PATIENCE).await;
     });
 }
@@ -85,12 +88,12 @@ fn assert_gated() {
 struct Agent(Child);
 
 impl Agent {
-    fn start(directory: &Directory, spec: &ShardSpec, instant: &str) -> Agent {
+    fn start(directory: &Directory, specs: &[ShardSpec], instant: &str) -> Agent {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .args(["kill::agent_process", "--exact", "--nocapture"])
             .env(DIRECTORY, &directory.0)
-            .env(SPEC, serde_json::to_string(spec).unwrap())
+            .env(SPECS, serde_json::to_string(specs).unwrap())
             .env(INSTANT, instant)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -119,12 +122,12 @@ impl Drop for Agent {
 }
 
 /// A sidecar with a child in another session, and an engine that waits for it.
-fn pair() -> ShardSpec {
+fn pair(shard: &str) -> ShardSpec {
     let port = crate::harness::free_port();
     let listen = format!("127.0.0.1:{port}");
     let mut sidecar = command("fake-engine", &["--grandchild", "--listen", &listen]);
     sidecar.sidecar = true;
-    let mut spec = engine(SHARD, &["--load-ms", "10"]);
+    let mut spec = engine(shard, &["--load-ms", "10"]);
     spec.commands[0].wait_for = Some(WaitFor {
         address: listen,
         timeout_ms: 60_000,
@@ -134,8 +137,8 @@ fn pair() -> ShardSpec {
 }
 
 /// The processes on record that are confirmed and alive: an agent must not lose or replace them.
-fn confirmed(directory: &Directory) -> Vec<ProcessId> {
-    let Some(record) = record(&directory.0, SHARD) else {
+fn confirmed(directory: &Directory, shard: &str) -> Vec<ProcessId> {
+    let Some(record) = record(&directory.0, shard) else {
         return Vec::new();
     };
     let processes = record["processes"].as_array().unwrap().iter();
@@ -149,34 +152,60 @@ fn confirmed(directory: &Directory) -> Vec<ProcessId> {
         .collect()
 }
 
-/// After the kill: the next agent brings the shard to `ready` with every process there once, and stops it without a rest.
-async fn check(directory: Directory, spec: &ShardSpec, living: usize, case: &str) {
-    let before = confirmed(&directory);
-    let was_on_record = record(&directory.0, SHARD).is_some();
+/// Children of an agent that stand at their gates: they have its environment, and it names the state directory.
+fn stand_at_gates(directory: &Path) -> usize {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let entry = format!("{DIRECTORY}={}", directory.display());
+    let named = processes.filter(|process| {
+        let environ = std::fs::read(process.path().join("environ")).unwrap_or_default();
+        environ
+            .split(|byte| *byte == 0)
+            .any(|own| own == entry.as_bytes())
+    });
+    named.count()
+}
+
+/// After the kill: the next agent brings each shard to `ready` with its three processes there once, and stops it without
+/// a rest.
+async fn check(directory: Directory, specs: &[ShardSpec], case: &str) {
+    let before: Vec<ProcessId> = specs
+        .iter()
+        .flat_map(|spec| confirmed(&directory, &spec.shard))
+        .collect();
     let options = options(&directory.0);
     let mut node = Node::on(directory, options).await;
-    if !was_on_record {
-        // The server sends it again at the next connect.
-        assert_eq!(
-            processes(&node.options.state_dir, SHARD),
-            [0_u32; 0],
-            "{case}"
-        );
+    let directory = node.options.state_dir.clone();
+    let there = |shard: &str| processes(&directory, shard).len();
+    let registered: Vec<String> = node
+        .supervisor
+        .shards()
+        .into_iter()
+        .map(|(spec, _)| spec.shard)
+        .collect();
+    for spec in specs
+        .iter()
+        .filter(|spec| !registered.contains(&spec.shard))
+    {
+        // It was not on record. The server sends it again at the next connect.
+        assert_eq!(there(&spec.shard), 0, "{case}");
         node.supervisor.start_shard(spec.clone());
     }
-    node.until_state(SHARD, ShardState::Ready).await;
+    for spec in specs {
+        node.until_state(&spec.shard, ShardState::Ready).await;
+        eventually(case, || there(&spec.shard) == 3).await;
+    }
     for id in &before {
         assert!(
             id.is_alive(Path::new("/proc")).unwrap(),
             "{case}: {id:?} is gone"
         );
     }
-    let directory = node.options.state_dir.clone();
-    let there = || processes(&directory, SHARD).len();
-    eventually(case, || there() == living).await;
-    node.supervisor.stop_shard(SHARD, true);
-    node.until_state(SHARD, ShardState::Stopped).await;
-    assert_eq!(there(), 0, "{case}");
+    eventually("every gate is left", || stand_at_gates(&directory) == 0).await;
+    for spec in specs {
+        node.supervisor.stop_shard(&spec.shard, true);
+        node.until_state(&spec.shard, ShardState::Stopped).await;
+        assert_eq!(there(&spec.shard), 0, "{case}");
+    }
     node.supervisor.shutdown(false).await;
 }
 
@@ -193,8 +222,8 @@ async fn an_agent_that_dies_at_any_named_instant_of_a_start_loses_no_engine_and_
         "Executed:2",
         "Confirmed:2",
     ] {
-        let (directory, spec) = (Directory::new(), pair());
-        let mut agent = Agent::start(&directory, &spec, instant);
+        let (directory, specs) = (Directory::new(), [pair(SHARD)]);
+        let mut agent = Agent::start(&directory, &specs, instant);
         agent.starting();
         let status = agent.0.wait().unwrap();
         assert_eq!(
@@ -202,44 +231,46 @@ async fn an_agent_that_dies_at_any_named_instant_of_a_start_loses_no_engine_and_
             Some(9),
             "{instant} was not reached, or too late"
         );
-        check(directory, &spec, 3, instant).await;
+        check(directory, &specs, instant).await;
     }
 }
 
 #[tokio::test]
-async fn an_agent_that_is_killed_at_a_random_instant_of_a_start_loses_no_engine_and_leaks_none() {
+async fn an_agent_that_is_killed_at_a_random_instant_of_three_starts_loses_no_engine_and_leaks_none()
+ {
     let seeds = std::env::var(SEEDS_VARIABLE).map_or(SEEDS, |seeds| seeds.parse().unwrap());
     for seed in 0..seeds {
-        let (directory, spec) = (Directory::new(), pair());
-        let mut agent = Agent::start(&directory, &spec, "");
+        let directory = Directory::new();
+        let specs = [pair("m/0/0"), pair("m/1/0"), pair("m/2/0")];
+        let mut agent = Agent::start(&directory, &specs, "");
         agent.starting();
         // The fault itself, not a wait for something.
         std::thread::sleep(Duration::from_micros(random(seed) % KILL_WITHIN_US));
         agent.kill();
-        check(directory, &spec, 3, &format!("seed {seed}")).await;
+        check(directory, &specs, &format!("seed {seed}")).await;
     }
 }
 
 #[tokio::test]
 async fn an_agent_that_is_killed_again_and_again_never_has_two_copies() {
-    let (directory, spec) = (Directory::new(), pair());
+    let (directory, specs) = (Directory::new(), [pair(SHARD)]);
     for round in 0..6 {
-        let mut agent = Agent::start(&directory, &spec, "");
+        let mut agent = Agent::start(&directory, &specs, "");
         agent.starting();
         std::thread::sleep(Duration::from_micros(
             random(1_000 + round) % KILL_WITHIN_US,
         ));
         agent.kill();
     }
-    check(directory, &spec, 3, "six kills").await;
+    check(directory, &specs, "six kills").await;
 }
 
 #[tokio::test]
 async fn an_engine_writes_on_while_no_agent_runs_and_none_of_its_lines_is_lost() {
     let directory = Directory::new();
     let text = "n=0; while :; do n=$((n+1)); echo line $n; sleep 0.01; done";
-    let spec = silent(SHARD, vec![script(text)]);
-    let mut agent = Agent::start(&directory, &spec, "");
+    let specs = [silent(SHARD, vec![script(text)])];
+    let mut agent = Agent::start(&directory, &specs, "");
     agent.starting();
     let output = directory.0.join("shards/m%2f0%2f0/output.log");
     let lines = || {
