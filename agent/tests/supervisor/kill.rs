@@ -26,7 +26,7 @@ const DIRECTORY: &str = "LLMGW_TEST_AGENT";
 const SPECS: &str = "LLMGW_TEST_SPECS";
 const INSTANT: &str = "LLMGW_TEST_INSTANT";
 /// Seeds of the random kills, `LLMGW_KILL_SEEDS=500` for more.
-const SEEDS: u64 = 24;
+const SEEDS: u64 = 20;
 const SEEDS_VARIABLE: &str = "LLMGW_KILL_SEEDS";
 /// Three starts with their six processes take some 30 ms, a loaded machine takes more.
 const KILL_WITHIN_US: u64 = 60_000;
