@@ -72,7 +72,7 @@ pub struct SupervisorOptions {
     pub gpus: Arc<dyn GpuFacts>,
     pub pace: Pace,
     /// For tests: called at each instant of a start at which a crash leaves something else behind.
-    pub at: Option<fn(Instant)>,
+    pub at: Option<fn(StartInstant)>,
 }
 
 /// How often things are looked at.
@@ -91,7 +91,7 @@ pub struct Pace {
 
 /// The instants of a start between which an agent can die.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Instant {
+pub enum StartInstant {
     /// The spec is on disk; there is no process.
     SpecWritten,
     /// There is one, at its gate, and it is not on record.
@@ -167,7 +167,7 @@ impl SupervisorOptions {
         }
     }
 
-    fn reached(&self, instant: Instant) {
+    fn reached(&self, instant: StartInstant) {
         if let Some(at) = self.at {
             at(instant);
         }

@@ -29,6 +29,9 @@ const EVENTS_MAX: usize = 64;
 /// Lines that a status carries with a failure.
 const STATUS_TAIL_LINES: usize = 50;
 
+/// How long a process that is dead may take to be reaped.
+const REAP_MAX: Duration = Duration::from_secs(5);
+
 /// What all shards of a supervisor share.
 pub struct Context {
     pub options: SupervisorOptions,
@@ -179,7 +182,7 @@ impl ShardTask {
         loop {
             self.act(actions).await;
             if self.life.is_over() {
-                break;
+                return self.reap().await;
             }
             let tick = self.next_tick();
             let event = tokio::select! {
@@ -201,6 +204,13 @@ impl ShardTask {
                     Vec::new()
                 }
             };
+        }
+    }
+
+    /// Its processes have ended; whoever was their parent has to say so, or they stay as zombies.
+    async fn reap(&mut self) {
+        for exit in &mut self.exits {
+            let _ = tokio::time::timeout(REAP_MAX, &mut exit.0).await;
         }
     }
 

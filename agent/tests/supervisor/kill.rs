@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use llmgw_agent::process_id::ProcessId;
 use llmgw_agent::supervisor::tree::{Environ, read_environ};
-use llmgw_agent::supervisor::{Instant, Outcome, Supervisor};
+use llmgw_agent::supervisor::{Outcome, StartInstant, Supervisor};
 use llmgw_proto::shard::{ShardSpec, ShardState, WaitFor};
 use nix::sys::signal::{Signal, raise};
 
@@ -55,7 +55,7 @@ fn agent_process() {
 
 /// Dies as with `kill -9` when the instant is reached for the last of the shard's commands that reach it: `executed:2` is the
 /// second time.
-fn die_at(instant: Instant) {
+fn die_at(instant: StartInstant) {
     static TIMES: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let wanted = std::env::var(INSTANT).unwrap_or_default();
     let Some((name, time)) = wanted.split_once(':') else {
@@ -66,7 +66,7 @@ fn die_at(instant: Instant) {
     }
     let times = TIMES.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
     if times.to_string() == time {
-        if instant == Instant::PidWritten {
+        if instant == StartInstant::PidWritten {
             assert_gated();
         }
         raise(Signal::SIGKILL).unwrap();

@@ -24,6 +24,7 @@ async fn a_stop_asks_the_engine_and_is_over_when_it_is_gone() {
     let mut node = Node::start().await;
     node.supervisor.start_shard(engine(SHARD, &[]));
     node.until_state(SHARD, ShardState::Ready).await;
+    let pid = node.pid(SHARD);
     assert!(node.supervisor.drain_shard(SHARD));
     node.until_state(SHARD, ShardState::Draining).await;
     assert!(node.supervisor.stop_shard(SHARD, false));
@@ -31,6 +32,8 @@ async fn a_stop_asks_the_engine_and_is_over_when_it_is_gone() {
     assert_eq!((stopped.reason.as_str(), stopped.log_tail.len()), ("", 0));
     assert_eq!(node.processes(SHARD), NOBODY);
     assert!(!node.options.state_dir.join("shards/m%2f0%2f0").exists());
+    let zombie = format!("/proc/{pid}");
+    eventually("no zombie", || !std::path::Path::new(&zombie).exists()).await;
     assert!(!node.supervisor.stop_shard("m/9/0", false));
 }
 

@@ -7,7 +7,7 @@ use llmgw_proto::shard::Exit;
 use tokio::net::TcpStream;
 
 use super::{Background, ShardTask};
-use crate::supervisor::Instant as Named;
+use crate::supervisor::StartInstant;
 use crate::supervisor::cgroup::ShardCgroup;
 use crate::supervisor::launch::{self, EngineAllowance};
 use crate::supervisor::logs::output::Output;
@@ -49,7 +49,7 @@ impl ShardTask {
         if let Err(error) = self.context.store.save(&self.record) {
             return Event::Refused(Reason::new("not_recorded", error.to_string()));
         }
-        self.context.options.reached(Named::SpecWritten);
+        self.context.options.reached(StartInstant::SpecWritten);
         self.open_output();
         Event::Checked
     }
@@ -66,7 +66,7 @@ impl ShardTask {
         let started = tokio::task::spawn_blocking(move || {
             let options = &context.options;
             let started = Process::start(launch, &options.proc_root, |id| {
-                options.reached(Named::Forked);
+                options.reached(StartInstant::Forked);
                 if let Some(Err(error)) = cgroup.as_ref().map(|cgroup| cgroup.join(id.pid)) {
                     // Its session still tells what is its.
                     tracing::warn!(pid = id.pid, %error, "a process can't be put into its control group");
@@ -76,7 +76,7 @@ impl ShardTask {
                     .retain(|process| process.command != command);
                 record.processes.push(RecordedProcess::new(command, id));
                 context.store.save(&record).map_err(std::io::Error::other)?;
-                options.reached(Named::PidWritten);
+                options.reached(StartInstant::PidWritten);
                 Ok(())
             });
             (record, started)
@@ -88,9 +88,9 @@ impl ShardTask {
         self.record = record;
         match started {
             Ok(process) => {
-                self.context.options.reached(Named::Executed);
+                self.context.options.reached(StartInstant::Executed);
                 self.confirm(command).await;
-                self.context.options.reached(Named::Confirmed);
+                self.context.options.reached(StartInstant::Confirmed);
                 self.watch(command, process);
                 Event::Started { command }
             }
