@@ -5,6 +5,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// Where the unified hierarchy is mounted: alone, or beside those of version 1.
+const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 /// Groups that an engine may make within its own are looked through to this depth.
 const DEPTH_MAX: usize = 8;
 
@@ -65,20 +67,26 @@ impl ShardCgroup {
     }
 }
 
-/// The group that the agent may make others in: its own, in the unified hierarchy mounted at `mount` (`/sys/fs/cgroup`).
-/// `None` where it may not.
-pub fn delegated(proc: &Path, mount: &Path) -> Option<PathBuf> {
-    let text = fs::read_to_string(proc.join("self/cgroup")).ok()?;
-    let own = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    let own = mount.join(own);
+/// The group that the agent may make others in: the one it is in itself. `None` where it may not.
+pub fn delegated(proc: &Path) -> Option<PathBuf> {
+    let own = fs::read_to_string(proc.join("self/cgroup")).ok()?;
+    MOUNTS.iter().find_map(|mount| {
+        let root = root(&own, Path::new(mount))?;
+        let probe = ShardCgroup::make(&root, &format!("probe-{}", std::process::id()))?;
+        probe.remove();
+        Some(root)
+    })
+}
+
+/// Where `/proc/self/cgroup` says that the agent is, in the unified hierarchy.
+fn root(own: &str, mount: &Path) -> Option<PathBuf> {
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let group = mount.join(path);
     // systemd can put the agent into a group below the one that it delegates (DelegateSubgroup=agent).
-    let root = match own.ends_with("agent") {
-        true => own.parent()?.to_owned(),
-        false => own,
-    };
-    let probe = ShardCgroup::make(&root, &format!("probe-{}", std::process::id()))?;
-    probe.remove();
-    Some(root)
+    match group.file_name().is_some_and(|name| name == "agent") && path.contains('/') {
+        true => group.parent().map(Path::to_owned),
+        false => Some(group),
+    }
 }
 
 fn collect(directory: &Path, depth: usize, pids: &mut Vec<u32>) {
@@ -115,6 +123,33 @@ fn directories(directory: &Path) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_agents_own_group_is_where_the_shards_get_theirs() {
+        let service = "0::/system.slice/llmgw-agent.service\n";
+        let hybrid =
+            "9:name=systemd:/system.slice/llmgw-agent.service\n0::/system.slice/x.service\n";
+        for (own, expected) in [
+            ("0::/\n", Some("/sys/fs/cgroup/")),
+            (
+                service,
+                Some("/sys/fs/cgroup/system.slice/llmgw-agent.service"),
+            ),
+            (hybrid, Some("/sys/fs/cgroup/system.slice/x.service")),
+            // With DelegateSubgroup=agent, but not for a group that merely has the name.
+            (
+                "0::/system.slice/l.service/agent\n",
+                Some("/sys/fs/cgroup/system.slice/l.service"),
+            ),
+            ("0::/agent\n", Some("/sys/fs/cgroup/agent")),
+            // Version 1 alone.
+            ("4:memory:/system.slice/llmgw-agent.service\n", None),
+            ("", None),
+        ] {
+            let root = root(own, Path::new("/sys/fs/cgroup"));
+            assert_eq!(root.as_deref(), expected.map(Path::new), "{own}");
+        }
+    }
 
     #[test]
     fn a_directory_that_is_no_control_group_is_left_as_it_was() {

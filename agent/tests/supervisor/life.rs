@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
+use llmgw_agent::supervisor::launch::KEPT_VARIABLES;
 use llmgw_proto::shard::{ApiKey, Exit, ShardSpec, ShardState, WaitFor};
 
 use crate::harness::{Node, command, engine, eventually, free_port, recorded_pids, script, silent};
@@ -81,16 +82,14 @@ async fn an_engine_has_its_own_session_a_cleaned_environment_and_nothing_of_the_
         .split('\0')
         .filter_map(|entry| entry.split_once('=').map(|(name, _)| name))
         .collect();
-    // Cargo's are in the agent's.
-    assert!(std::env::vars().any(|(name, _)| name.starts_with("CARGO")));
-    assert!(
-        !names.iter().any(|name| name.starts_with("CARGO")),
-        "{names:?}"
-    );
-    assert!(
-        names.contains(&"LLMGW_SHARD") && names.contains(&"LLMGW_STATE"),
-        "{names:?}"
-    );
+    let own = ["CUDA_VISIBLE_DEVICES", "LLMGW_SHARD", "LLMGW_STATE"];
+    let the_shells = ["OLDPWD", "PWD", "SHLVL", "_"];
+    let may_have = |name: &str| {
+        KEPT_VARIABLES.contains(&name) || own.contains(&name) || the_shells.contains(&name)
+    };
+    let leaked: Vec<&&str> = names.iter().filter(|name| !may_have(name)).collect();
+    assert_eq!(leaked, Vec::<&&str>::new());
+    assert!(own.iter().all(|name| names.contains(name)), "{names:?}");
 }
 
 #[tokio::test]

@@ -4,4 +4,5 @@ mod adopt;
 mod harness;
 mod kill;
 mod life;
+mod real;
 mod stop;

@@ -1,6 +1,5 @@
 //! The end of a shard: asked for, forced, resisted; and what it held is given back.
 
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -225,17 +224,9 @@ async fn a_shutdown_leaves_engines_running_in_less_than_two_seconds_or_stops_the
     }
 }
 
-/// Where this machine lets us make control groups; in CI that may be nowhere.
-fn cgroup_root() -> Option<PathBuf> {
-    let mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
-    mounts
-        .iter()
-        .find_map(|mount| cgroup::delegated(PROC.as_ref(), mount.as_ref()))
-}
-
 #[tokio::test]
 async fn a_control_group_kills_what_left_session_parent_and_environment_behind() {
-    let Some(root) = cgroup_root() else {
+    let Some(root) = cgroup::delegated(PROC.as_ref()) else {
         eprintln!("skipped: no control group of version 2 is delegated to this process");
         return;
     };
