@@ -44,7 +44,18 @@ pub enum Force {
 
 impl Scan {
     /// What lives of the shard now. What was found once is known from then on, wherever it moves.
+    ///
+    /// Nothing is nothing twice: the process table is not read at one instant, so that a child with a number that was passed
+    /// already, of a parent that ended before its number was reached, is seen by the second look only.
     pub fn look(&mut self) -> io::Result<Vec<Member>> {
+        let members = self.look_once()?;
+        match members.is_empty() {
+            true => self.look_once(),
+            false => Ok(members),
+        }
+    }
+
+    fn look_once(&mut self) -> io::Result<Vec<Member>> {
         self.traces.in_cgroup = self
             .cgroup
             .as_ref()

@@ -84,6 +84,19 @@ impl LogTail {
         self.lines.range(from..).cloned().collect()
     }
 
+    /// The last lines, at most so many and of at most so many bytes.
+    pub fn last_within(&self, lines: usize, bytes: usize) -> Vec<LogLine> {
+        let mut left = bytes;
+        let fitting = self.lines.iter().rev().take(lines).take_while(|line| {
+            let fits = line.text.len() <= left;
+            left = left.saturating_sub(line.text.len());
+            fits
+        });
+        let mut last: Vec<LogLine> = fitting.cloned().collect();
+        last.reverse();
+        last
+    }
+
     /// The lines from number `from` on that are still kept, at most so many, and the number to go on with.
     pub fn from(&self, from: u64, lines: usize) -> (Vec<LogLine>, u64) {
         let first = self.next - self.lines.len() as u64;
@@ -246,6 +259,23 @@ mod tests {
             tail.take(b"\n", 0);
         }
         assert_eq!(texts(&tail).len(), TAIL_MAX_BYTES / LINE_MAX_BYTES);
+    }
+
+    #[test]
+    fn the_last_lines_are_those_that_fit() {
+        let mut tail = LogTail::new(None);
+        tail.take(b"1111\n2222\n3333\n4\n", 0);
+        for (lines, bytes, expected) in [
+            (9, 99, vec!["1111", "2222", "3333", "4"]),
+            (2, 99, vec!["3333", "4"]),
+            (9, 9, vec!["2222", "3333", "4"]),
+            (9, 8, vec!["3333", "4"]),
+            (9, 0, vec![]),
+        ] {
+            let last = tail.last_within(lines, bytes);
+            let texts: Vec<&str> = last.iter().map(|line| line.text.as_str()).collect();
+            assert_eq!(texts, expected);
+        }
     }
 
     #[test]

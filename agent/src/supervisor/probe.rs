@@ -18,6 +18,7 @@ use super::machine::Probed;
 const BODY_MAX_BYTES: usize = 1 << 20;
 /// Names of other models that a reason repeats.
 const SHOWN_MAX_NAMES: usize = 5;
+const SHOWN_MAX_CHARS: usize = 80;
 
 /// What is asked, and where.
 #[derive(Clone, Debug)]
@@ -87,7 +88,8 @@ impl Probe {
             return Probed::Ready;
         }
         let others = models.data.iter().take(SHOWN_MAX_NAMES);
-        let others: Vec<&str> = others.map(|model| model.id.as_str()).collect();
+        let shown = |model: &Model| model.id.chars().take(SHOWN_MAX_CHARS).collect();
+        let others: Vec<String> = others.map(shown).collect();
         let (path, name) = (&self.models, &self.served_name);
         Probed::NotReady(format!("{path} does not list `{name}`, only {others:?}"))
     }

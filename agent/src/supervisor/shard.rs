@@ -28,6 +28,8 @@ use super::tree::Traces;
 const EVENTS_MAX: usize = 64;
 /// Lines that a status carries with a failure.
 const STATUS_TAIL_LINES: usize = 50;
+/// And their text: a registration carries many statuses in one message.
+const STATUS_TAIL_MAX_BYTES: usize = 16 * 1024;
 
 /// How long a process that is dead may take to be reaped.
 const REAP_MAX: Duration = Duration::from_secs(5);
@@ -384,7 +386,7 @@ impl ShardTask {
             if self.life.state.is_over() {
                 tail.finish(wall_ms());
             }
-            log_tail = tail.last(STATUS_TAIL_LINES);
+            log_tail = tail.last_within(STATUS_TAIL_LINES, STATUS_TAIL_MAX_BYTES);
         }
         let status = ShardStatus {
             shard: self.handle.spec.shard.clone(),
