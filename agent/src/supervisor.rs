@@ -412,6 +412,13 @@ impl Supervisor {
     }
 }
 
+impl Drop for Supervisor {
+    /// With the lock gone, another agent may take over: nobody must go on here.
+    fn drop(&mut self) {
+        self.context.cancel.cancel();
+    }
+}
+
 /// What was asked of a shard only ever gets stronger.
 fn raise(handle: &Handle, asked: Asked) {
     handle.asked.send_if_modified(|before| {

@@ -226,6 +226,8 @@ async fn two_shards_never_get_the_same_gpu_or_port() {
         "{}",
         failed.reason
     );
+    // What is being started when a test ends would be left behind.
+    node.until_state(SHARD, ShardState::Loading).await;
 }
 
 #[tokio::test]
