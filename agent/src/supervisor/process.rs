@@ -92,36 +92,36 @@ impl Process {
         let (hello, says_hello) = io::pipe().map_err(|error| failed("pipe", error))?;
         let (waits, gate) = io::pipe().map_err(|error| failed("pipe", error))?;
         let mut command = command(launch, &says_hello, &waits, &gate);
-        let (named, spawned) = std::thread::scope(|scope| {
+        let (met, spawned) = std::thread::scope(|scope| {
             let spawning = scope.spawn(move || {
                 let spawned = command.spawn();
                 // With the child gone before it spoke, these end the wait for its pid.
                 drop((says_hello, waits));
                 spawned
             });
-            let named = meet(hello, gate, proc, record);
+            let met = meet(hello, gate, proc, record);
             let spawned = spawning
                 .join()
                 .unwrap_or_else(|_| Err(io::Error::other("the forking thread panicked")));
-            (named, spawned)
+            (met, spawned)
         });
-        // The record's error is the cause where there is one: the child was turned away at its gate.
-        let id = match named {
-            Ok(id) => id,
-            Err(Unmet::NotRecorded(error)) => return Err(failed("record", error)),
-            Err(Unmet::NotSeen(error)) => {
-                return Err(failed("fork", spawned.err().unwrap_or(error)));
+        match (met, spawned) {
+            (Ok((id, pidfd)), Ok(child)) => Ok(Process {
+                id,
+                pidfd,
+                child: Some(Mutex::new(child)),
+            }),
+            (Ok(_), Err(error)) => Err(failed("exec", error)),
+            (Err(unmet), spawned) => {
+                // Turned away at its gate, it has ended; what it says of that is no cause.
+                match spawned {
+                    Ok(mut child) => drop(child.wait()),
+                    Err(error) if unmet.step == NO_CHILD => return Err(failed("fork", error)),
+                    Err(_) => {}
+                }
+                Err(failed(unmet.step, unmet.source))
             }
-        };
-        let child = spawned.map_err(|error| failed("exec", error))?;
-        // Our own child keeps its number until we reap it.
-        let pidfd = kernel::pidfd_open(id.pid).and_then(watched);
-        let pidfd = pidfd.map_err(|error| failed("pidfd", error))?;
-        Ok(Process {
-            id,
-            pidfd,
-            child: Some(Mutex::new(child)),
-        })
+        }
     }
 
     /// Takes over a process that an earlier agent started. `None`: it is gone, or its number is another one's now.
@@ -186,26 +186,35 @@ fn watched(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 }
 
 /// Why the child was not let through.
-enum Unmet {
-    NotSeen(io::Error),
-    NotRecorded(io::Error),
+struct Unmet {
+    step: &'static str,
+    source: io::Error,
 }
 
-/// The agent's side of the gate: learns who the child is, has it recorded, and opens.
+/// The step at which there may be no child at all.
+const NO_CHILD: &str = "meet";
+
+/// The agent's side of the gate: learns who the child is, has it recorded, and opens. All that can fail is done before.
 fn meet(
     mut hello: PipeReader,
     mut gate: PipeWriter,
     proc: &Path,
     record: impl FnOnce(&ProcessId) -> io::Result<()>,
-) -> Result<ProcessId, Unmet> {
+) -> Result<(ProcessId, AsyncFd<OwnedFd>), Unmet> {
+    let unmet = |step| move |source| Unmet { step, source };
     let mut pid = [0; 4];
-    hello.read_exact(&mut pid).map_err(Unmet::NotSeen)?;
-    let id = ProcessId::read(proc, u32::from_ne_bytes(pid))
+    hello.read_exact(&mut pid).map_err(unmet(NO_CHILD))?;
+    let pid = u32::from_ne_bytes(pid);
+    // Our own child keeps its number until we reap it.
+    let pidfd = kernel::pidfd_open(pid)
+        .and_then(watched)
+        .map_err(unmet("pidfd"))?;
+    let id = ProcessId::read(proc, pid)
         .and_then(|id| id.ok_or(io::ErrorKind::NotFound.into()))
-        .map_err(Unmet::NotSeen)?;
-    record(&id).map_err(Unmet::NotRecorded)?;
-    gate.write_all(&[1]).map_err(Unmet::NotSeen)?;
-    Ok(id)
+        .map_err(unmet("look"))?;
+    record(&id).map_err(unmet("record"))?;
+    gate.write_all(&[1]).map_err(unmet("gate"))?;
+    Ok((id, pidfd))
 }
 
 fn command(
@@ -248,5 +257,84 @@ fn exit_of(status: ExitStatus) -> Exit {
         (Some(code), _) => Exit::Status(code),
         (None, Some(signal)) => Exit::Signal(signal),
         (None, None) => Exit::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    const PROC: &str = "/proc";
+
+    fn launch(executable: &str, args: &[&str]) -> Launch {
+        Launch {
+            executable: PathBuf::from(executable),
+            args: args.iter().map(|arg| (*arg).to_owned()).collect(),
+            env: BTreeMap::new(),
+            output: File::create("/dev/null").unwrap(),
+        }
+    }
+
+    /// What became of a start, and of the child that was on record.
+    fn start(launch: Launch, recorded: io::Result<()>) -> (Result<Process, StartError>, bool) {
+        let mut child = None;
+        let started = Process::start(launch, Path::new(PROC), |id| {
+            child = Some(id.clone());
+            recorded
+        });
+        let lives = child.unwrap().is_alive(Path::new(PROC)).unwrap();
+        (started, lives)
+    }
+
+    #[tokio::test]
+    async fn how_a_process_ends_is_known_to_the_agent_that_started_it() {
+        for (script, expected) in [("exit 3", Exit::Status(3)), ("kill -9 $$", Exit::Signal(9))] {
+            let (started, _) = start(launch("/bin/sh", &["-c", script]), Ok(()));
+            assert_eq!(started.unwrap().ended().await.unwrap(), expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_child_that_cannot_be_put_on_record_never_runs() {
+        let full = Err(io::Error::from(io::ErrorKind::StorageFull));
+        let (started, lives) = start(launch("/bin/sh", &["-c", "exit"]), full);
+        let error = started.err().unwrap().to_string();
+        assert_eq!(error, "`/bin/sh` did not start: record: no storage space");
+        assert!(!lives);
+    }
+
+    #[tokio::test]
+    async fn a_file_that_cannot_be_executed_says_so_and_leaves_nothing() {
+        let (started, lives) = start(launch("/nowhere/serve", &[]), Ok(()));
+        let error = started.err().unwrap().to_string();
+        let expected =
+            "`/nowhere/serve` did not start: exec: No such file or directory (os error 2)";
+        assert_eq!(error, expected);
+        assert!(!lives);
+    }
+
+    #[tokio::test]
+    async fn a_signal_reaches_only_the_very_process() {
+        let (started, _) = start(launch("/bin/sleep", &["600"]), Ok(()));
+        let process = started.unwrap();
+        let recycled = ProcessId {
+            start_ticks: process.id.start_ticks - 1,
+            ..process.id.clone()
+        };
+        assert!(!signal(&recycled, Path::new(PROC), 9).unwrap());
+        assert!(
+            Process::adopt(&recycled, Path::new(PROC))
+                .unwrap()
+                .is_none()
+        );
+        let adopted = Process::adopt(&process.id, Path::new(PROC))
+            .unwrap()
+            .unwrap();
+        assert!(signal(&process.id, Path::new(PROC), 9).unwrap());
+        assert_eq!(adopted.ended().await.unwrap(), Exit::Unknown);
+        assert_eq!(process.ended().await.unwrap(), Exit::Signal(9));
+        assert!(!signal(&process.id, Path::new(PROC), 9).unwrap());
     }
 }

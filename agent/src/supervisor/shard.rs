@@ -410,13 +410,22 @@ impl ShardTask {
         self.context.board.put(status);
     }
 
-    /// On a thread that may wait for the disk.
-    async fn save(&self, what: &str) {
+    /// Puts the record on disk, on a thread that may wait for it.
+    async fn write(&self) -> Result<(), String> {
         let (context, record) = (self.context.clone(), self.record.clone());
-        let saved = tokio::task::spawn_blocking(move || context.store.save(&record));
-        if let Ok(Err(error)) = saved.await {
+        let written = tokio::task::spawn_blocking(move || context.store.save(&record));
+        match written.await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// The same where the shard's life goes on either way.
+    async fn save(&self, what: &str) {
+        if let Err(error) = self.write().await {
             let shard = &self.handle.spec.shard;
-            tracing::error!(shard, %error, "{what} can't be put on record");
+            tracing::error!(shard, error, "{what} can't be put on record");
         }
     }
 

@@ -1,6 +1,5 @@
 //! The beginning of a shard: the node's check, each process, the address that one waits for, the engine's own word.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use llmgw_proto::shard::Exit;
@@ -46,8 +45,8 @@ impl ShardTask {
         self.cgroup = root.and_then(|root| ShardCgroup::make(root, &name));
         let made = self.cgroup.as_ref();
         self.record.cgroup = made.map(|cgroup| cgroup.directory().to_owned());
-        if let Err(error) = self.context.store.save(&self.record) {
-            return Event::Refused(Reason::new("not_recorded", error.to_string()));
+        if let Err(error) = self.write().await {
+            return Event::Refused(Reason::new("not_recorded", error));
         }
         self.context.options.reached(StartInstant::SpecWritten);
         self.open_output();
@@ -56,7 +55,11 @@ impl ShardTask {
 
     pub(super) async fn start(&mut self, command: usize) -> Event {
         let not_started = |error: String| Event::NotStarted { command, error };
-        let launch = match self.launch(command) {
+        let launch = match self.write_key(command).await {
+            Ok(key_file) => self.launch(command, &key_file),
+            Err(error) => Err(error),
+        };
+        let launch = match launch {
             Ok(launch) => launch,
             Err(error) => return not_started(error),
         };
@@ -104,7 +107,27 @@ impl ShardTask {
         }
     }
 
-    fn launch(&self, command: usize) -> Result<Launch, String> {
+    /// The path of a file with the engine's key; empty where the command wants none.
+    async fn write_key(&self, command: usize) -> Result<String, String> {
+        let spec = self.handle.spec.clone();
+        let wants = spec
+            .commands
+            .get(command)
+            .is_some_and(launch::wants_key_file);
+        let Some(key) = spec.api_key.clone().filter(|_| wants) else {
+            return Ok(String::new());
+        };
+        let context = self.context.clone();
+        let written =
+            tokio::task::spawn_blocking(move || context.store.save_key(&spec.shard, &key));
+        match written.await {
+            Ok(Ok(path)) => Ok(path.to_string_lossy().into_owned()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    fn launch(&self, command: usize, key_file: &str) -> Result<Launch, String> {
         let spec = &self.handle.spec;
         let command = spec
             .commands
@@ -119,19 +142,13 @@ impl ShardTask {
             .unwrap_or(&none);
         let executable = allowance.executables.get(&command.executable);
         let executable = executable.ok_or("the executable is not allowed any more")?;
-        let mut key_file = String::new();
-        if let (true, Some(key)) = (launch::wants_key_file(command), &spec.api_key) {
-            let path = self.context.store.save_key(&spec.shard, key);
-            let path: PathBuf = path.map_err(|error| error.to_string())?;
-            key_file = path.to_string_lossy().into_owned();
-        }
         let output = Output::writer(&self.context.store.output_path(&spec.shard));
         let state_dir = &self.context.state_dir;
         let agents = |name: &str| std::env::var(name).ok();
         Ok(Launch {
             executable: executable.clone(),
-            args: launch::arguments(spec, command, &key_file),
-            env: launch::environment(spec, command, allowance, state_dir, &key_file, &agents),
+            args: launch::arguments(spec, command, key_file),
+            env: launch::environment(spec, command, allowance, state_dir, key_file, &agents),
             output: output.map_err(|error| format!("its output can't be kept: {error}"))?,
         })
     }
