@@ -5,6 +5,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::process_files::Cgroups;
+
 /// Where the unified hierarchy is mounted: alone, or beside those of version 1.
 const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 /// Groups that an engine may make within its own are looked through to this depth.
@@ -69,24 +71,22 @@ impl ShardCgroup {
 
 /// The group that the agent may make others in: the one it is in itself. `None` where it may not.
 pub fn delegated(proc: &Path) -> Option<PathBuf> {
-    let own = fs::read_to_string(proc.join("self/cgroup")).ok()?;
+    let own = Cgroups::read(proc, "self").ok()??.unified?;
     MOUNTS.iter().find_map(|mount| {
-        let root = root(&own, Path::new(mount))?;
+        let root = root(&own, Path::new(mount));
         let probe = ShardCgroup::make(&root, &format!("probe-{}", std::process::id()))?;
         probe.remove();
         Some(root)
     })
 }
 
-/// Where `/proc/self/cgroup` says that the agent is, in the unified hierarchy.
-fn root(own: &str, mount: &Path) -> Option<PathBuf> {
-    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+/// Where shards get their groups, for an agent in the group `own`.
+fn root(own: &str, mount: &Path) -> PathBuf {
+    let path = own.trim_start_matches('/');
     let group = mount.join(path);
     // systemd can put the agent into a group below the one that it delegates (DelegateSubgroup=agent).
-    match group.file_name().is_some_and(|name| name == "agent") && path.contains('/') {
-        true => group.parent().map(Path::to_owned),
-        false => Some(group),
-    }
+    let delegated = path.strip_suffix("/agent").map(|parent| mount.join(parent));
+    delegated.unwrap_or(group)
 }
 
 fn collect(directory: &Path, depth: usize, pids: &mut Vec<u32>) {
@@ -126,28 +126,25 @@ mod tests {
 
     #[test]
     fn the_agents_own_group_is_where_the_shards_get_theirs() {
-        let service = "0::/system.slice/llmgw-agent.service\n";
-        let hybrid =
-            "9:name=systemd:/system.slice/llmgw-agent.service\n0::/system.slice/x.service\n";
         for (own, expected) in [
-            ("0::/\n", Some("/sys/fs/cgroup/")),
+            ("/", "/sys/fs/cgroup"),
             (
-                service,
-                Some("/sys/fs/cgroup/system.slice/llmgw-agent.service"),
+                "/system.slice/x.service",
+                "/sys/fs/cgroup/system.slice/x.service",
             ),
-            (hybrid, Some("/sys/fs/cgroup/system.slice/x.service")),
             // With DelegateSubgroup=agent, but not for a group that merely has the name.
             (
-                "0::/system.slice/l.service/agent\n",
-                Some("/sys/fs/cgroup/system.slice/l.service"),
+                "/system.slice/x.service/agent",
+                "/sys/fs/cgroup/system.slice/x.service",
             ),
-            ("0::/agent\n", Some("/sys/fs/cgroup/agent")),
-            // Version 1 alone.
-            ("4:memory:/system.slice/llmgw-agent.service\n", None),
-            ("", None),
+            ("/agent", "/sys/fs/cgroup/agent"),
+            ("/llm-agent", "/sys/fs/cgroup/llm-agent"),
         ] {
-            let root = root(own, Path::new("/sys/fs/cgroup"));
-            assert_eq!(root.as_deref(), expected.map(Path::new), "{own}");
+            assert_eq!(
+                root(own, Path::new("/sys/fs/cgroup")),
+                Path::new(expected),
+                "{own}"
+            );
         }
     }
 

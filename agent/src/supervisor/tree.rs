@@ -4,20 +4,19 @@
 //! lost somewhere: a parent that died, a session that was left, an environment overwritten by `setproctitle`.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
+use std::io;
 use std::path::Path;
 
 use llmgw_proto::shard::SHARD_VARIABLE;
 
+use crate::process_files;
 use crate::process_id::{ProcessId, Stat, read_stat};
 
 /// The variable in an engine's environment that names the state directory of its agent: several agents may share a machine,
 /// and none of them may take or kill another one's engines.
 pub const STATE_VARIABLE: &str = "LLMGW_STATE";
 
-/// More of an environment is not read.
-const ENVIRON_MAX_BYTES: u64 = 1 << 20;
 /// init, which adopts every orphan: nobody's engine.
 const INIT: u32 = 1;
 
@@ -224,34 +223,28 @@ fn is_never_ours(pid: u32) -> bool {
 
 /// Reads whose engine a process is.
 pub fn read_environ(proc: &Path, pid: u32) -> Environ {
-    let mut bytes = Vec::new();
-    let read = File::open(proc.join(pid.to_string()).join("environ"))
-        .and_then(|file| file.take(ENVIRON_MAX_BYTES).read_to_end(&mut bytes));
-    match read {
-        Ok(_) => parse_environ(&bytes),
-        Err(_) => Environ::Illegible,
+    match process_files::environment(proc, pid) {
+        Ok(Some(entries)) => whose(&entries),
+        Ok(None) | Err(_) => Environ::Illegible,
     }
 }
 
-fn parse_environ(bytes: &[u8]) -> Environ {
+fn whose(entries: &[(String, String)]) -> Environ {
     let value = |name: &str| {
-        bytes.split(|byte| *byte == 0).find_map(|entry| {
-            let value = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
-            Some(String::from_utf8_lossy(value).into_owned())
-        })
+        let entry = entries.iter().find(|(theirs, _)| theirs == name);
+        entry.map(|(_, value)| value.clone())
     };
     if let (Some(shard), Some(state_dir)) = (value(SHARD_VARIABLE), value(STATE_VARIABLE)) {
         return Environ::Engine { shard, state_dir };
     }
-    let is_entry = |entry: &[u8]| {
-        let name = entry.split(|byte| *byte == b'=').next().unwrap_or_default();
-        name.len() < entry.len()
-            && !name.is_empty()
+    // A title may hold a `=` too.
+    let is_variable = |name: &str| {
+        !name.is_empty()
             && name
-                .iter()
-                .all(|byte| byte.is_ascii_alphanumeric() || *byte == b'_')
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
     };
-    match bytes.split(|byte| *byte == 0).any(is_entry) {
+    match entries.iter().any(|(name, _)| is_variable(name)) {
         true => Environ::Other,
         false => Environ::Illegible,
     }
@@ -403,7 +396,7 @@ mod tests {
 
     #[test]
     fn an_environment_is_an_engines_another_ones_or_illegible() {
-        let cases: [(&[u8], Environ); 6] = [
+        let cases: [(&[u8], Environ); 7] = [
             (
                 b"A=1\0LLMGW_SHARD=m/0/0\0LLMGW_STATE=/state\0",
                 engine("m/0/0", "/state"),
@@ -413,9 +406,11 @@ mod tests {
             (b"", Environ::Illegible),
             (b"\0\0\0\0", Environ::Illegible),
             (b"VLLM::Worker_TP0\0\0", Environ::Illegible),
+            (b"ray::Actor.run(x=1)\0\0", Environ::Illegible),
         ];
         for (bytes, expected) in cases {
-            assert_eq!(parse_environ(bytes), expected, "{bytes:?}");
+            let entries = process_files::split_environment(bytes);
+            assert_eq!(whose(&entries), expected, "{bytes:?}");
         }
     }
 }
