@@ -4,6 +4,10 @@
 
 use std::time::Instant;
 
+use llmgw_proto::inventory::gpu::{Gpu, HealthCode};
+
+use crate::inventory::gpu::GpuWatch;
+
 /// A GPU that is used by less than this is free: drivers keep some for themselves.
 pub const FREE_MAX_MIB: u64 = 600;
 
@@ -45,6 +49,39 @@ impl GpuFacts for NoGpus {
     }
 }
 
+/// The inventory's watch answers for the supervisor.
+impl GpuFacts for GpuWatch {
+    fn gpu(&self, uuid: &str) -> Option<GpuFact> {
+        // Asked first: what is seen next is at least as new.
+        let read_at = self.answered()?;
+        let gpus = self.latest(&|_| true)?;
+        let is_it = |gpu: &&Gpu| gpu.uuid.value().is_some_and(|theirs| theirs == uuid);
+        gpus.devices
+            .iter()
+            .find(is_it)
+            .map(|gpu| fact(gpu, read_at))
+    }
+}
+
+/// What the inventory knows of a GPU, for the supervisor. That memory is held stands in the numbers, not among the problems:
+/// whose it is depends on who asks.
+fn fact(gpu: &Gpu, read_at: Instant) -> GpuFact {
+    let problems = gpu
+        .health
+        .iter()
+        .filter(|flag| flag.code != HealthCode::MemoryHeld);
+    let used_mib = gpu.memory.used_mib.value().copied();
+    let processes = gpu.processes.value().map_or(&[][..], Vec::as_slice);
+    GpuFact {
+        problems: problems
+            .map(|flag| format!("{}: {}", flag.code, flag.reason))
+            .collect(),
+        used_mib: used_mib.filter(|_| !gpu.memory.unified),
+        holders: processes.iter().map(|process| process.pid).collect(),
+        read_at,
+    }
+}
+
 /// Who holds a GPU's memory, in words.
 pub fn by(holders: &[u32]) -> String {
     match holders {
@@ -78,6 +115,44 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+
+    fn gpu(memory: &str, health: &str) -> Gpu {
+        let unread = r#"{"unknown": "not read"}"#;
+        let text = format!(
+            r#"{{"index": 0, "uuid": "GPU-1", "name": "NVIDIA L4", "class": "l4-22g", "memory": {memory},
+            "compute_capability": "8.9", "pci": {unread}, "numa_node": {unread}, "health": {health},
+            "ecc": {{"uncorrected_volatile": 0, "uncorrected_aggregate": 0, "remap_pending": {unread}, "remap_failed": {unread}}},
+            "fabric": {{"state": "not-supported", "clique": null}}, "nvlinks_up": 0, "mig": false,
+            "processes": [{{"pid": 4711, "memory_mib": 9000}}]}}"#
+        );
+        serde_json::from_str(&text).unwrap()
+    }
+
+    #[test]
+    fn the_inventorys_flags_are_problems_and_held_memory_is_a_number() {
+        let memory =
+            r#"{"total_mib": 23034, "used_mib": 9000, "reserved_mib": 479, "unified": false}"#;
+        let health = r#"[{"code": "uncorrected-ecc", "reason": "2 errors"},
+            {"code": "memory-held", "reason": "process 4711 holds 9000 MiB"}]"#;
+        let read_at = Instant::now();
+        let expected = GpuFact {
+            problems: vec!["uncorrected-ecc: 2 errors".to_owned()],
+            used_mib: Some(9_000),
+            holders: vec![4_711],
+            read_at,
+        };
+        assert_eq!(fact(&gpu(memory, health), read_at), expected);
+    }
+
+    #[test]
+    fn memory_that_is_the_machines_own_says_nothing_about_the_gpu() {
+        let unified =
+            r#"{"total_mib": 122570, "used_mib": 30000, "reserved_mib": 0, "unified": true}"#;
+        assert_eq!(fact(&gpu(unified, "[]"), Instant::now()).used_mib, None);
+        let unread = r#"{"unknown": "not supported"}"#;
+        let unread = format!(r#"{{"total_mib": 9, "used_mib": {unread}, "reserved_mib": 0}}"#);
+        assert_eq!(fact(&gpu(&unread, "[]"), Instant::now()).used_mib, None);
+    }
 
     #[test]
     fn a_gpu_is_free_once_a_look_after_the_end_shows_its_memory_fallen() {

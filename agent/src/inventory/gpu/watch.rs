@@ -72,6 +72,11 @@ impl GpuWatch {
         Some(gpus)
     }
 
+    /// When the driver last answered. `None`: the first probe is still on its way.
+    pub fn answered(&self) -> Option<Instant> {
+        self.seen.borrow().as_ref().map(|seen| seen.answered)
+    }
+
     /// Until the next probe has ended.
     pub async fn changed(&mut self) {
         // The thread lives as long as this does; should it have died, there is nothing to wait for.
