@@ -84,6 +84,17 @@ fn only_plugins_names_lua() {
 }
 
 #[test]
+fn only_proto_names_grpc() {
+    for (name, _) in ARROWS {
+        let manifest = manifest(name);
+        for grpc in ["tonic", "prost"] {
+            let names_it = dependencies(&manifest).contains(&grpc);
+            assert_eq!(names_it, name == "proto", "{name} and {grpc}");
+        }
+    }
+}
+
+#[test]
 fn no_crate_but_the_agent_starts_a_process() {
     for (name, _) in ARROWS.iter().filter(|(name, _)| *name != "agent") {
         let mut files = Vec::new();

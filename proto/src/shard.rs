@@ -27,6 +27,9 @@ pub struct ShardSpec {
     pub replica: String,
     pub model: String,
     pub profile: String,
+    /// SHA-256, in hex, of what it was made from: the model's source and the profile as configured. A replica with another one is
+    /// outdated. What may change under a running engine (policies, ports, keys) is not in it.
+    pub definition: String,
     /// 0 is the leader.
     pub rank: u32,
     /// The name of its plugin, and of its entry in the node's allow-list.
@@ -239,6 +242,7 @@ mod tests {
             replica: "smollm2/0".into(),
             model: "smollm2".into(),
             profile: "cpu".into(),
+            definition: "d1".into(),
             rank: 0,
             engine: "llamacpp".into(),
             commands: Vec::new(),

@@ -11,6 +11,7 @@ pub fn spec(shard: &str) -> ShardSpec {
         replica: "m/0".to_owned(),
         model: "m".to_owned(),
         profile: "cpu".to_owned(),
+        definition: "d1".into(),
         rank: 0,
         engine: "fake".to_owned(),
         commands: vec![ShardCommand {

@@ -16,6 +16,7 @@ fn record(shard: &str) -> Record {
         replica: "m/0".to_owned(),
         model: "m".to_owned(),
         profile: "cpu".to_owned(),
+        definition: "d1".into(),
         rank: 0,
         engine: "llamacpp".to_owned(),
         commands: Vec::new(),

@@ -1,0 +1,281 @@
+//! The connection under a session: gRPC over HTTP/2 on a socket that somebody else opened, with signs of life of its own.
+//!
+//! Each connection is served and dialled by hyper itself and carries one session, so that either side can cut one without asking anybody: a
+//! shared server that waits for its streams would wait for ever on a node that vanished. TLS, if any, is under it: whoever hands the socket in did the handshake.
+
+use std::error::Error;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::{Request, Response, Uri};
+use hyper::client::conn::http2::SendRequest;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tonic::codegen::tokio_stream::Stream;
+use tonic::{Code, Status, async_trait};
+
+use crate::convert::{Framed, Words};
+use crate::session::{AgentMessage, ServerMessage};
+use crate::wire;
+use crate::wire::error::WireError;
+use crate::wire::fleet_client::FleetClient;
+use crate::wire::fleet_server::{Fleet, FleetServer};
+use crate::wire::shape::MESSAGE_MAX_BYTES;
+
+/// Calls at once on a connection; one is a session.
+const CALLS_MAX: u32 = 4;
+const HEADERS_MAX_BYTES: u32 = 16 << 10;
+/// What a peer may send that nobody has read yet, for the session and for the connection.
+const STREAM_WINDOW_BYTES: u32 = 256 << 10;
+const CONNECTION_WINDOW_BYTES: u32 = 512 << 10;
+/// What may wait for a peer that does not read, beside the queue of messages.
+const SEND_BUFFER_MAX_BYTES: usize = 64 << 10;
+
+/// How a dead connection is found out: an HTTP/2 ping each `interval`, answered within `timeout`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeepAlive {
+    pub interval: Duration,
+    pub timeout: Duration,
+}
+
+/// What a server does with a session. One per connection.
+pub trait Host: Send + Sync + 'static {
+    /// An agent opened a session. What the receiver yields goes down to it; its end is the end of the session.
+    ///
+    /// # Errors
+    /// Why there is no further session on this connection.
+    fn session(
+        &self,
+        heard: Hearing<AgentMessage>,
+    ) -> Result<mpsc::Receiver<Framed<ServerMessage>>, &'static str>;
+}
+
+/// What comes in, message by message.
+pub struct Hearing<M: Spoken>(tonic::Streaming<<M as Words>::Wire>);
+
+/// Messages that travel: [`AgentMessage`] and [`ServerMessage`].
+#[allow(private_bounds)]
+pub trait Spoken: Words {}
+
+/// What came in.
+#[derive(Debug)]
+pub enum Heard<M> {
+    Message(Framed<M>),
+    /// A message of a newer peer, which is not for us.
+    Skipped(WireError),
+    /// No message at all. The session can't go on.
+    Malformed(String),
+    /// Nothing follows. Whether that was meant is for an earlier message to say: a connection that died looks the same.
+    End,
+    /// Nothing follows, since the connection broke.
+    Broken(String),
+}
+
+/// A connection that an agent dialled. Dropped, it is closed.
+#[derive(Debug)]
+pub struct Dialled(JoinHandle<()>);
+
+/// Why a connection could not be made or did not last.
+#[derive(Debug)]
+pub struct LinkError(String);
+
+/// Opens a session on a socket. What `outgoing` yields goes up; its end says that nothing more will be said.
+///
+/// # Errors
+/// The other side does not speak HTTP/2, or is no server of ours.
+pub async fn dial<S>(
+    socket: S,
+    keep_alive: KeepAlive,
+    outgoing: mpsc::Receiver<Framed<AgentMessage>>,
+) -> Result<(Hearing<ServerMessage>, Dialled), LinkError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let (requests, connection) = hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .keep_alive_interval(keep_alive.interval)
+        .keep_alive_timeout(keep_alive.timeout)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_send_buf_size(SEND_BUFFER_MAX_BYTES)
+        .max_header_list_size(HEADERS_MAX_BYTES)
+        .handshake(TokioIo::new(socket))
+        .await
+        .map_err(|error| LinkError(chain(&error)))?;
+    // Its end is the end of what is heard.
+    let dialled = Dialled(tokio::spawn(async move {
+        let _ = connection.await;
+    }));
+    let mut client = FleetClient::with_origin(Requests(requests), Uri::from_static("http://fleet"))
+        .max_decoding_message_size(MESSAGE_MAX_BYTES)
+        .max_encoding_message_size(MESSAGE_MAX_BYTES);
+    let heard = client
+        .session(Outgoing(outgoing))
+        .await
+        .map_err(|status| LinkError(told(&status)))?;
+    Ok((Hearing(heard.into_inner()), dialled))
+}
+
+/// Serves a socket until its connection ends. Dropped, it cuts it.
+///
+/// # Errors
+/// How the connection broke, or that its first bytes were no HTTP/2.
+pub async fn serve<S, H>(socket: S, host: Arc<H>, keep_alive: KeepAlive) -> Result<(), LinkError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    H: Host,
+{
+    let fleet = FleetServer::new(Served(host))
+        .max_decoding_message_size(MESSAGE_MAX_BYTES)
+        .max_encoding_message_size(MESSAGE_MAX_BYTES);
+    hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .keep_alive_interval(keep_alive.interval)
+        .keep_alive_timeout(keep_alive.timeout)
+        .max_concurrent_streams(CALLS_MAX)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_send_buf_size(SEND_BUFFER_MAX_BYTES)
+        .max_header_list_size(HEADERS_MAX_BYTES)
+        .serve_connection(TokioIo::new(socket), TowerToHyperService::new(fleet))
+        .await
+        .map_err(|error| LinkError(chain(&error)))
+}
+
+impl Spoken for AgentMessage {}
+
+impl Spoken for ServerMessage {}
+
+impl<M: Spoken> Hearing<M> {
+    /// The next message, or the end. Nothing is lost if this is dropped before it returns.
+    pub async fn next(&mut self) -> Heard<M> {
+        match self.0.message().await {
+            Ok(Some(message)) => match M::from_wire(message) {
+                Ok(framed) => Heard::Message(framed),
+                Err(error) if error.is_of_a_newer_peer() => Heard::Skipped(error),
+                Err(error) => Heard::Malformed(error.to_string()),
+            },
+            Ok(None) => Heard::End,
+            // What our own decoder says of bytes that are too many or make no sense.
+            Err(status) if matches!(status.code(), Code::InvalidArgument | Code::OutOfRange) => {
+                Heard::Malformed(status.message().to_owned())
+            }
+            Err(status) => Heard::Broken(told(&status)),
+        }
+    }
+}
+
+impl Drop for Dialled {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// hyper's sender, as gRPC's client wants it.
+struct Requests(SendRequest<tonic::body::Body>);
+
+impl tonic::codegen::Service<Request<tonic::body::Body>> for Requests {
+    type Response = Response<hyper::body::Incoming>;
+    type Error = hyper::Error;
+    type Future = Pin<Box<dyn Future<Output = hyper::Result<Self::Response>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<hyper::Result<()>> {
+        self.0.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<tonic::body::Body>) -> Self::Future {
+        Box::pin(self.0.send_request(request))
+    }
+}
+
+struct Served<H>(Arc<H>);
+
+#[async_trait]
+impl<H: Host> Fleet for Served<H> {
+    type SessionStream = Accepted;
+
+    async fn session(
+        &self,
+        request: tonic::Request<tonic::Streaming<wire::AgentMessage>>,
+    ) -> Result<tonic::Response<Accepted>, Status> {
+        let outgoing = self.0.session(Hearing(request.into_inner()));
+        let outgoing = outgoing.map_err(Status::failed_precondition)?;
+        Ok(tonic::Response::new(Accepted(Outgoing(outgoing))))
+    }
+
+    async fn enroll(
+        &self,
+        _: tonic::Request<wire::EnrollRequest>,
+    ) -> Result<tonic::Response<wire::EnrollResponse>, Status> {
+        Err(Status::unimplemented(
+            "this server does not enrol agents; copy it a certificate",
+        ))
+    }
+}
+
+/// A queue of messages, as a stream of what the wire takes.
+struct Outgoing<M>(mpsc::Receiver<Framed<M>>);
+
+impl<M: Words> Stream for Outgoing<M> {
+    type Item = M::Wire;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<M::Wire>> {
+        let next = self.0.poll_recv(context);
+        next.map(|next| next.map(|framed| framed.message.to_wire(framed.session)))
+    }
+}
+
+/// The same, for a side that could fail.
+struct Accepted(Outgoing<ServerMessage>);
+
+impl Stream for Accepted {
+    type Item = Result<wire::ServerMessage, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        Pin::new(&mut self.0)
+            .poll_next(context)
+            .map(|next| next.map(Ok))
+    }
+}
+
+/// What a status says, with what is behind it.
+fn told(status: &Status) -> String {
+    match status.source() {
+        Some(source) => chain(source),
+        None => format!("{}: {}", status.code().description(), status.message()),
+    }
+}
+
+/// An error and all that caused it, each once.
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text.push_str(": ");
+            text.push_str(&more);
+        }
+        source = error.source();
+    }
+    text
+}
+
+impl fmt::Display for LinkError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Error for LinkError {}
+
+#[cfg(test)]
+mod tests;
