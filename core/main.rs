@@ -51,6 +51,9 @@ struct ServerArguments {
     /// Address for operators; wins over `admin` in the file.
     #[arg(long, value_name = "HOST:PORT")]
     admin: Option<SocketAddr>,
+    /// Address for agents; wins over `agents.listen` in the file.
+    #[arg(long, value_name = "HOST:PORT")]
+    agents: Option<SocketAddr>,
     /// Validate the configuration and the policies, and exit.
     #[arg(long)]
     check: bool,
@@ -71,6 +74,7 @@ fn server(arguments: ServerArguments) -> ExitCode {
         policies: arguments.policies,
         listen: arguments.listen,
         admin: arguments.admin,
+        agents: arguments.agents,
         check: arguments.check,
     };
     let runtime = match tokio::runtime::Builder::new_multi_thread()

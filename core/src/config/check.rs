@@ -108,8 +108,7 @@ fn agents(config: &Config, found: &mut Vec<Finding>) {
     let Some(agents) = &config.agents else { return };
     let place = Place::root().key("agents");
     let authority = agents.tls.as_ref().is_some_and(|tls| tls.ca.is_some());
-    if agents.tls.is_none() && !agents.address.ip().is_loopback() && !agents.allow_plaintext {
-        let wrong = format!("`{}` is not loopback and has no `tls`", agents.address);
+    if let Err(wrong) = agents.check() {
         found.push(Finding::new(
             place.key("listen"),
             wrong,

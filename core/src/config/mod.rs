@@ -332,6 +332,22 @@ impl AdminListen {
     }
 }
 
+impl Agents {
+    /// The rule for addresses that others can reach; to be asked again when a flag replaced the address.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn check(&self) -> Result<(), String> {
+        if self.address.ip().is_loopback() || self.tls.is_some() || self.allow_plaintext {
+            return Ok(());
+        }
+        Err(format!(
+            "`{}` is not loopback and has no `tls`",
+            self.address
+        ))
+    }
+}
+
 impl Default for Log {
     fn default() -> Self {
         Log {

@@ -50,8 +50,12 @@ pub fn not_yet_enforced(config: &Config) -> Vec<String> {
             profiles.join(", ")
         ));
     }
-    if config.agents.is_some() {
-        said.push("`agents` does not listen yet".to_owned());
+    if config
+        .agents
+        .as_ref()
+        .is_some_and(|agents| agents.tls.is_some())
+    {
+        said.push("`agents.tls` is not served yet: no agent can connect".to_owned());
     }
     said
 }

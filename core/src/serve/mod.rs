@@ -21,6 +21,8 @@ use self::reload::Reloads;
 use self::signals::Signals;
 use crate::admin::{self, Admin};
 use crate::config::{self, Config, TlsFiles};
+use crate::control::observed::Timing;
+use crate::control::sessions::{Door, Sessions, SessionsOptions};
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
 use crate::gateway::tls;
@@ -42,6 +44,7 @@ pub struct ServerOptions {
     pub policies: Option<PathBuf>,
     pub listen: Option<SocketAddr>,
     pub admin: Option<SocketAddr>,
+    pub agents: Option<SocketAddr>,
     /// Validate and exit.
     pub check: bool,
 }
@@ -86,6 +89,8 @@ struct Checked {
 struct Bound {
     clients: Listener,
     admin: TcpListener,
+    /// None: no agent may connect.
+    agents: Option<TcpListener>,
     addresses: report::Addresses,
 }
 
@@ -105,6 +110,7 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
     let Bound {
         clients,
         admin: admin_listener,
+        agents,
         addresses,
     } = bind_all(&checked)?;
     let Checked {
@@ -117,9 +123,10 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
         tracing::warn!("{said}");
     }
     let token = config.admin.token.clone();
+    let sessions = agents.map(|listener| start_sessions(listener, &config));
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
-    let reloads = Reloads::new(options, gateway.clone());
+    let reloads = Reloads::new(options, gateway.clone(), sessions.clone());
     let background = TaskTracker::new();
     background.spawn(reloads.clone().watch(stop.background.clone()));
     background.spawn(policies.clone().watch(stop.background.clone()));
@@ -141,6 +148,9 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
         admin_tls,
         stop.admin.clone(),
     ));
+    if let Some(agents) = addresses.agents {
+        tracing::info!("waiting for agents on http://{agents}");
+    }
     tracing::info!(
         "serving clients on {}://{}, admin on {}://{}",
         scheme(addresses.clients_tls),
@@ -157,6 +167,9 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
     let clean = drain(&gateway, &stop, serving, signals).await;
     stop.background.cancel();
     ticks.stop();
+    if let Some(sessions) = sessions {
+        sessions.stop().await;
+    }
     stop.admin.cancel();
     let _ = admin_task.await;
     tokio::task::spawn_blocking(move || telemetry.flush())
@@ -213,6 +226,18 @@ async fn drain(
     done
 }
 
+fn start_sessions(listener: TcpListener, config: &Config) -> Arc<Sessions> {
+    let agents = config.agents.clone().unwrap_or_default();
+    let options = SessionsOptions::new(Timing::from(&agents), agents.require_identity);
+    let address = listener.local_addr().unwrap_or(agents.address);
+    if !address.ip().is_loopback() {
+        tracing::warn!(
+            "agents connect to {address} without TLS: anybody on the way can be one, and read the engines' keys"
+        );
+    }
+    Sessions::start(listener, Door::Plain, options)
+}
+
 fn read_config(options: &ServerOptions) -> Result<Config, ServerError> {
     let config = config::load(&options.config)
         .map_err(|errors| ServerError::Configuration(errors.to_string()))?;
@@ -231,6 +256,13 @@ impl ServerOptions {
                 .admin
                 .check()
                 .map_err(|error| format!("--admin {address}: {error}"))?;
+        }
+        if let Some(address) = self.agents {
+            let agents = config.agents.get_or_insert_default();
+            agents.address = address;
+            agents
+                .check()
+                .map_err(|error| format!("--agents {address}: {error}"))?;
         }
         Ok(config)
     }
@@ -292,13 +324,22 @@ fn bind_all(checked: &Checked) -> Result<Bound, ServerError> {
     let config = &checked.config;
     let clients = bind(config.listen.address, "listen")?;
     let admin = bind(config.admin.address, "admin")?;
+    // Not in plaintext where TLS is asked for.
+    let agents = config.agents.as_ref().filter(|agents| agents.tls.is_none());
+    let agents = agents
+        .map(|agents| bind(agents.address, "agents.listen"))
+        .transpose()?;
     let addresses = report::Addresses {
         clients: clients.local_addr().unwrap_or(config.listen.address),
         clients_tls: checked.client_tls.is_some(),
         admin: admin.local_addr().unwrap_or(config.admin.address),
         admin_tls: checked.admin_tls.is_some(),
+        agents: agents
+            .as_ref()
+            .and_then(|listener| listener.local_addr().ok()),
     };
     Ok(Bound {
+        agents,
         clients: Listener {
             tcp: clients,
             tls: checked.client_tls.clone(),

@@ -9,6 +9,8 @@ use tokio_util::sync::CancellationToken;
 use super::{ServerOptions, check_engines};
 use crate::clock;
 use crate::config::{self, Config, ConfigWatch};
+use crate::control::observed::Timing;
+use crate::control::sessions::Sessions;
 use crate::gateway::state::Gateway;
 
 /// Changes of the file that may wait to be looked at: only the last one matters.
@@ -18,6 +20,7 @@ const PENDING_MAX: usize = 1;
 pub struct Reloads {
     options: ServerOptions,
     gateway: Arc<Gateway>,
+    sessions: Option<Arc<Sessions>>,
     /// Held from reading the file until it is in force: of two reloads at once the later one must win, and each must
     /// see the fleet that the other one made, else its probes would never end.
     turn: Mutex<()>,
@@ -35,10 +38,15 @@ pub struct State {
 }
 
 impl Reloads {
-    pub fn new(options: ServerOptions, gateway: Arc<Gateway>) -> Arc<Reloads> {
+    pub fn new(
+        options: ServerOptions,
+        gateway: Arc<Gateway>,
+        sessions: Option<Arc<Sessions>>,
+    ) -> Arc<Reloads> {
         Arc::new(Reloads {
             options,
             gateway,
+            sessions,
             turn: Mutex::new(()),
             is_waiting: AtomicBool::new(false),
             background_turn: Mutex::new(()),
@@ -145,6 +153,9 @@ impl Reloads {
             tracing::warn!("`{key}` changed; it takes effect with the next start");
         }
         let models = config.catalog.models.len();
+        if let (Some(sessions), Some(agents)) = (&self.sessions, &config.agents) {
+            sessions.set_timing(Timing::from(agents));
+        }
         self.gateway.apply(config);
         tracing::info!("configuration reloaded: {models} models");
     }

@@ -24,6 +24,8 @@ pub struct Addresses {
     pub clients_tls: bool,
     pub admin: SocketAddr,
     pub admin_tls: bool,
+    /// None: no agent may connect.
+    pub agents: Option<SocketAddr>,
 }
 
 /// The whole gateway, described when asked.
@@ -40,10 +42,20 @@ pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) ->
             version: env!("CARGO_PKG_VERSION").to_string(),
             uptime_ms: clock::now_ms(),
             generation: gateway.policies.current().generation(),
-            listeners: vec![
-                listener("clients", addresses.clients, addresses.clients_tls),
-                listener("admin", addresses.admin, addresses.admin_tls),
-            ],
+            listeners: [
+                Some(listener(
+                    "clients",
+                    addresses.clients,
+                    addresses.clients_tls,
+                )),
+                Some(listener("admin", addresses.admin, addresses.admin_tls)),
+                addresses
+                    .agents
+                    .map(|address| listener("agents", address, false)),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
             config: ConfigStatus {
                 source: runtime.config.source.display().to_string(),
                 loaded_at_ms: reload.loaded_at_ms,

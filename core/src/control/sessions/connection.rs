@@ -1,0 +1,296 @@
+//! One agent's connection and the session on it, from the handshake to the last words.
+
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use llmgw_proto::convert::Framed;
+use llmgw_proto::link::{self, Heard, Hearing, Host};
+use llmgw_proto::session::{
+    AgentMessage, Refusal, RefusalCode, Register, ServerMessage, SessionId,
+};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use super::SessionsOptions;
+use super::door::{Door, Peer};
+use super::keeper::Input;
+use super::seats::{OUTGOING_MAX, Seat, Seats};
+use super::tails::Tails;
+use crate::control::observed::NodeEvent;
+
+/// For the last words of a session to be read.
+const LAST_WORDS_MAX: Duration = Duration::from_millis(500);
+/// A node's id is a name in certificates and in commands.
+const NODE_ID_MAX_BYTES: usize = 64;
+
+/// What all connections need.
+pub(super) struct Shared {
+    pub(super) options: SessionsOptions,
+    pub(super) door: Door,
+    pub(super) seats: Arc<Seats>,
+    pub(super) tails: Arc<Tails>,
+    pub(super) inputs: mpsc::Sender<Input>,
+    /// The server has waited long enough.
+    pub(super) cut: CancellationToken,
+}
+
+/// One connection, as the session on it sees it.
+struct Connection {
+    shared: Arc<Shared>,
+    peer: Peer,
+    has_session: AtomicBool,
+    /// A session was accepted: the connection may last.
+    accepted: CancellationToken,
+    /// The session is over: so is the connection, after its last words.
+    over: CancellationToken,
+}
+
+/// Runs a connection to its end.
+pub(super) async fn run(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
+    let cut = shared.cut.clone();
+    tokio::select! {
+        () = serve(stream, address, shared) => {}
+        () = cut.cancelled() => {}
+    }
+}
+
+async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
+    let patience = shared.options.patience;
+    let (socket, peer) = match timeout(patience, shared.door.admit(stream, address)).await {
+        Ok(Ok(admitted)) => admitted,
+        Ok(Err(error)) => return tracing::info!("{address}: no handshake: {error}"),
+        Err(_) => return tracing::info!("{address}: no handshake within {patience:?}"),
+    };
+    let keep_alive = shared.options.keep_alive;
+    let connection = Arc::new(Connection {
+        shared,
+        peer,
+        has_session: AtomicBool::new(false),
+        accepted: CancellationToken::new(),
+        over: CancellationToken::new(),
+    });
+    // However this ends, the session's task hears all that came in before, and then the end.
+    let mut serving = pin!(link::serve(socket, connection.clone(), keep_alive));
+    let ended = tokio::select! {
+        ended = &mut serving => Some(ended),
+        () = connection.over.cancelled() => None,
+        () = silence(&connection.accepted, patience) => {
+            return tracing::info!("{address}: no agent registered within {patience:?}");
+        }
+    };
+    match ended {
+        Some(Ok(())) => {}
+        Some(Err(error)) => tracing::info!("{address}: the connection broke: {error}"),
+        None => {
+            let _ = timeout(LAST_WORDS_MAX, serving).await;
+        }
+    }
+}
+
+/// Returns when a connection had its chance and nobody registered on it.
+async fn silence(accepted: &CancellationToken, patience: Duration) {
+    if timeout(patience, accepted.cancelled()).await.is_ok() {
+        std::future::pending::<()>().await;
+    }
+}
+
+impl Host for Connection {
+    fn session(
+        &self,
+        heard: Hearing<AgentMessage>,
+    ) -> Result<mpsc::Receiver<Framed<ServerMessage>>, &'static str> {
+        if self.has_session.swap(true, Ordering::Relaxed) {
+            return Err("this connection had its session: one each");
+        }
+        let (outgoing, sent) = mpsc::channel(OUTGOING_MAX);
+        let session = Session {
+            id: self.shared.seats.number(),
+            shared: self.shared.clone(),
+            peer: self.peer.clone(),
+            outgoing,
+            over: self.over.clone(),
+            accepted: self.accepted.clone(),
+        };
+        tokio::spawn(session.run(heard));
+        Ok(sent)
+    }
+}
+
+/// The task of one session.
+struct Session {
+    id: SessionId,
+    shared: Arc<Shared>,
+    peer: Peer,
+    outgoing: mpsc::Sender<Framed<ServerMessage>>,
+    over: CancellationToken,
+    accepted: CancellationToken,
+}
+
+impl Session {
+    async fn run(self, mut heard: Hearing<AgentMessage>) {
+        // However it ends, the connection follows.
+        let _over = self.over.clone().drop_guard();
+        let first = tokio::select! {
+            first = heard.next() => first,
+            () = self.over.cancelled() => return,
+        };
+        let register = match self.registration(first) {
+            Ok(register) => register,
+            Err(refusal) => return self.refuse(refusal),
+        };
+        let node = register.node.clone();
+        let registers = Input::Registers {
+            session: self.id,
+            event: NodeEvent::Registered {
+                session: self.id,
+                register,
+            },
+            seat: Seat {
+                node: node.clone(),
+                outgoing: self.outgoing.clone(),
+                over: self.over.clone(),
+            },
+        };
+        if self.shared.inputs.send(registers).await.is_err() {
+            return;
+        }
+        self.accepted.cancel();
+        let why = self.listen(&node, &mut heard).await;
+        let event = NodeEvent::Ended {
+            node,
+            session: self.id,
+            why,
+        };
+        let ended = Input::Ended {
+            session: self.id,
+            event,
+        };
+        let _ = self.shared.inputs.send(ended).await;
+    }
+
+    /// The first words, if they are what they have to be and come from whom they claim.
+    fn registration(&self, first: Heard<AgentMessage>) -> Result<Box<Register>, Refusal> {
+        let malformed = |message: String| self.malformed("", message);
+        let register = match first {
+            Heard::Message(Framed {
+                message: AgentMessage::Register(register),
+                ..
+            }) => register,
+            Heard::Message(other) => {
+                let name = other.message.name();
+                return Err(malformed(format!(
+                    "it began with `{name}`, not with `register`"
+                )));
+            }
+            Heard::Skipped(error) => return Err(malformed(error.to_string())),
+            Heard::Malformed(why) | Heard::Broken(why) => return Err(malformed(why)),
+            Heard::End => return Err(malformed("it ended before it registered".to_owned())),
+        };
+        let is_id = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        if register.node.len() > NODE_ID_MAX_BYTES || !register.node.chars().all(is_id) {
+            let message = format!(
+                "a node id is at most {NODE_ID_MAX_BYTES} letters, digits, `.`, `_` and `-`, {:?} is none",
+                register.node
+            );
+            return Err(malformed(message));
+        }
+        self.peer
+            .may_be(&register.node, self.shared.options.require_identity)?;
+        Ok(register)
+    }
+
+    /// Hands on what the agent says, until it stops or is stopped. Why it did.
+    async fn listen(&self, node: &str, heard: &mut Hearing<AgentMessage>) -> String {
+        let mut has_skipped = false;
+        loop {
+            let next = tokio::select! {
+                next = heard.next() => next,
+                () = self.over.cancelled() => return "the server ended the session".to_owned(),
+            };
+            let framed = match next {
+                Heard::Message(framed) => framed,
+                Heard::Skipped(error) => {
+                    if !std::mem::replace(&mut has_skipped, true) {
+                        tracing::warn!(
+                            "node `{node}` says what this server does not know: {error}"
+                        );
+                    }
+                    continue;
+                }
+                Heard::Malformed(why) => {
+                    let why = format!("what it said can't be read: {why}");
+                    self.refuse(self.malformed(node, why.clone()));
+                    return why;
+                }
+                Heard::End => return "the connection was closed".to_owned(),
+                Heard::Broken(why) => return why,
+            };
+            // Words that were meant for a session before this one.
+            if framed.session != self.id {
+                tracing::debug!("node `{node}`: words for session {}", framed.session);
+                continue;
+            }
+            let event = match self.event(node, framed.message) {
+                Ok(Some(event)) => event,
+                Ok(None) => continue,
+                Err(why) => {
+                    self.refuse(self.malformed(node, why.to_owned()));
+                    return why.to_owned();
+                }
+            };
+            if self.shared.inputs.send(Input::Said(event)).await.is_err() {
+                return "the server stops".to_owned();
+            }
+        }
+    }
+
+    /// What the table is told of a message. None: it is not for the table.
+    fn event(&self, node: &str, message: AgentMessage) -> Result<Option<NodeEvent>, &'static str> {
+        let (node, session) = (node.to_owned(), self.id);
+        Ok(Some(match message {
+            AgentMessage::Register(_) => return Err("it registered twice"),
+            AgentMessage::Heartbeat(heartbeat) => NodeEvent::Heartbeat {
+                node,
+                session,
+                heartbeat,
+            },
+            AgentMessage::ShardStatus(report) => NodeEvent::Shard {
+                node,
+                session,
+                report,
+            },
+            AgentMessage::LogChunk(chunk) => {
+                self.shared.tails.deliver(session, chunk);
+                return Ok(None);
+            }
+            AgentMessage::Goodbye(goodbye) => NodeEvent::Goodbye {
+                node,
+                session,
+                goodbye,
+            },
+        }))
+    }
+
+    fn malformed(&self, claimed: &str, message: String) -> Refusal {
+        Refusal {
+            code: RefusalCode::Malformed,
+            message,
+            certificate: self.peer.certificate.clone(),
+            claimed: claimed.to_owned(),
+        }
+    }
+
+    fn refuse(&self, refusal: Refusal) {
+        tracing::warn!("{} was refused: {refusal}", self.peer.address);
+        // Who does not read gets no last words either.
+        let _ = self.outgoing.try_send(Framed {
+            session: self.id,
+            message: ServerMessage::Refused(refusal),
+        });
+    }
+}

@@ -1,0 +1,207 @@
+//! The one task that owns the table of nodes: takes in what sessions say, does what the table decides, publishes what it holds.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use llmgw_proto::session::{ServerMessage, SessionId, Welcome};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use super::seats::{Seat, Seats, too_slow};
+use super::tails::Tails;
+use crate::clock;
+use crate::control::observed::{Cause, Change, Ignored, NodeEvent, NodeTable, Observed, Timing};
+use crate::control::snapshot::NodeState;
+
+/// Messages that are taken in before anything else is looked at.
+const BATCH_MAX: usize = 512;
+/// Between two copies for those who look: in a storm of registrations each copy would cost more than the change.
+const PUBLISH_INTERVAL: Duration = Duration::from_millis(10);
+/// How often time passes in the table.
+const TICK_MAX: Duration = Duration::from_secs(1);
+const TICK_MIN: Duration = Duration::from_millis(20);
+/// Ticks in one heartbeat.
+const TICKS_PER_HEARTBEAT: u32 = 8;
+
+/// What the keeper is told.
+#[derive(Debug)]
+pub(super) enum Input {
+    /// A session registers. It sits from now on, unless the table says otherwise.
+    Registers {
+        session: SessionId,
+        event: NodeEvent,
+        seat: Seat,
+    },
+    Said(NodeEvent),
+    Ended {
+        session: SessionId,
+        event: NodeEvent,
+    },
+}
+
+pub(super) struct Keeper {
+    /// What is configured; a reload changes it.
+    timing: watch::Receiver<Timing>,
+    table: NodeTable,
+    seats: Arc<Seats>,
+    tails: Arc<Tails>,
+    published: watch::Sender<Arc<Observed>>,
+    /// The revision that was published.
+    revision: u64,
+}
+
+impl Keeper {
+    pub(super) fn new(
+        timing: watch::Receiver<Timing>,
+        seats: Arc<Seats>,
+        tails: Arc<Tails>,
+    ) -> (Keeper, watch::Receiver<Arc<Observed>>) {
+        let table = NodeTable::new(*timing.borrow(), clock::now_ms());
+        let (published, observed) = watch::channel(Arc::new(table.observed().clone()));
+        let keeper = Keeper {
+            timing,
+            table,
+            seats,
+            tails,
+            published,
+            revision: 0,
+        };
+        (keeper, observed)
+    }
+
+    pub(super) async fn run(mut self, mut inputs: mpsc::Receiver<Input>, stop: CancellationToken) {
+        let mut batch = Vec::with_capacity(BATCH_MAX);
+        let mut ticks = ticks(*self.timing.borrow());
+        let mut published_at = Instant::now();
+        loop {
+            let is_stale = self.table.observed().revision != self.revision;
+            tokio::select! {
+                // Words before time: a node whose heartbeat waits in the queue is not silent.
+                biased;
+                () = stop.cancelled() => return,
+                () = sleep_until(published_at + PUBLISH_INTERVAL), if is_stale => {
+                    self.publish();
+                    published_at = Instant::now();
+                }
+                taken = inputs.recv_many(&mut batch, BATCH_MAX) => {
+                    if taken == 0 {
+                        return;
+                    }
+                    for input in batch.drain(..) {
+                        self.take(input);
+                    }
+                }
+                changed = self.timing.changed(), if self.timing.has_changed().is_ok() => {
+                    if changed.is_ok() {
+                        let timing = *self.timing.borrow_and_update();
+                        self.table.set_timing(timing);
+                        ticks = self::ticks(timing);
+                    }
+                }
+                _ = ticks.tick() => {
+                    self.apply(NodeEvent::Tick);
+                    // Also without a change: when each node was last heard is in it.
+                    self.publish();
+                    published_at = Instant::now();
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, input: Input) {
+        match input {
+            Input::Registers {
+                session,
+                event,
+                seat,
+            } => {
+                self.seats.put(session, seat);
+                self.apply(event);
+            }
+            Input::Said(event) => self.apply(event),
+            Input::Ended { session, event } => {
+                self.seats.remove(session);
+                self.tails.end(session);
+                self.apply(event);
+            }
+        }
+    }
+
+    fn apply(&mut self, event: NodeEvent) {
+        for change in self.table.apply(event, clock::now_ms()) {
+            self.act(change);
+        }
+    }
+
+    fn publish(&mut self) {
+        self.revision = self.table.observed().revision;
+        self.published
+            .send_replace(Arc::new(self.table.observed().clone()));
+    }
+
+    fn act(&self, change: Change) {
+        match change {
+            Change::Joined { node, session, .. } => {
+                let welcome = ServerMessage::Welcome(Welcome {
+                    heartbeat_ms: self.timing.borrow().heartbeat.as_millis() as u64,
+                    server_version: env!("CARGO_PKG_VERSION").to_owned(),
+                });
+                // Its queue is empty; where it left already, its end follows.
+                let _ = self.seats.send(&node, session, welcome);
+                tracing::info!("node `{node}` is connected (session {session})");
+            }
+            Change::Refused { session, refusal } => {
+                tracing::warn!("session {session} was refused: {refusal}");
+                self.seats.dismiss(session, ServerMessage::Refused(refusal));
+            }
+            Change::Expired { node, session } => self.seats.dismiss(session, too_slow(&node)),
+            Change::Ignored { node, session, why } => match why {
+                Ignored::NotItsSession => {
+                    tracing::debug!("node `{node}`: words of session {session}, which is over");
+                }
+                why => tracing::warn!("node `{node}`: a shard's status was ignored: {why:?}"),
+            },
+            Change::State {
+                node,
+                to,
+                cause: Some(cause),
+                ..
+            } => say_absent(&node, to, &cause),
+            Change::State { node, to, .. } => {
+                tracing::info!("node `{node}` is {}", to.as_str());
+            }
+            Change::BrakeHeld(brake) => tracing::error!(
+                "{} of {} nodes vanished at once: this is taken for the server's own trouble, none of them counts as lost; \
+                 nothing is placed anew until most of them are back",
+                brake.absent,
+                brake.of
+            ),
+            Change::BrakeReleased => {
+                tracing::info!(
+                    "most nodes are back: those that are not have `lost_after` from now"
+                );
+            }
+            Change::Recovered => {
+                tracing::info!("recovery is over: what is not reported by now is not there")
+            }
+            Change::Forgotten { node } => tracing::info!("node `{node}` is forgotten"),
+            Change::Shards { .. } | Change::Inventory { .. } => {}
+        }
+    }
+}
+
+fn say_absent(node: &str, to: NodeState, cause: &Cause) {
+    let to = to.as_str();
+    match cause {
+        Cause::Goodbye(_) => tracing::info!("node `{node}` is {to}: {cause}"),
+        Cause::StreamEnded(_) | Cause::Silent => tracing::warn!("node `{node}` is {to}: {cause}"),
+    }
+}
+
+fn ticks(timing: Timing) -> tokio::time::Interval {
+    let period = (timing.heartbeat / TICKS_PER_HEARTBEAT).clamp(TICK_MIN, TICK_MAX);
+    let mut ticks = interval(period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}

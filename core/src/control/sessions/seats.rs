@@ -1,0 +1,128 @@
+//! Where commands are handed in: for each session that speaks for a node, its bounded queue and the way to end it.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use llmgw_proto::convert::{self, Framed};
+use llmgw_proto::session::{Refusal, RefusalCode, ServerMessage, SessionId};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use crate::control::observed::NotSent;
+
+/// Commands that wait for one node. One that lets so many pile up does not read.
+pub(super) const OUTGOING_MAX: usize = 256;
+
+/// One session's end of its connection.
+#[derive(Clone, Debug)]
+pub(super) struct Seat {
+    pub(super) node: String,
+    pub(super) outgoing: mpsc::Sender<Framed<ServerMessage>>,
+    /// The session is over: its connection is closed once its last words have left.
+    pub(super) over: CancellationToken,
+}
+
+/// All seats. Shared by the keeper, which puts sessions in and takes them out, and by whoever sends commands.
+#[derive(Debug)]
+pub(super) struct Seats {
+    taken: Mutex<HashMap<SessionId, Seat>>,
+    /// The upper half of every session's number: no number of another server, or of an earlier run of this one, is mistaken for one of ours.
+    run: u32,
+    given: AtomicU32,
+}
+
+impl Seats {
+    pub(super) fn new() -> Seats {
+        let run = RandomState::new().hash_one(std::process::id());
+        Seats {
+            taken: Mutex::new(HashMap::new()),
+            run: (run >> 32) as u32,
+            given: AtomicU32::new(0),
+        }
+    }
+
+    /// A number that is greater than all before.
+    pub(super) fn number(&self) -> SessionId {
+        let count = self.given.fetch_add(1, Ordering::Relaxed) + 1;
+        SessionId(u64::from(self.run) << 32 | u64::from(count))
+    }
+
+    pub(super) fn put(&self, session: SessionId, seat: Seat) {
+        self.lock().insert(session, seat);
+    }
+
+    pub(super) fn remove(&self, session: SessionId) {
+        self.lock().remove(&session);
+    }
+
+    /// Ends a session with a last message.
+    pub(super) fn dismiss(&self, session: SessionId, last: ServerMessage) {
+        let seat = self.lock().remove(&session);
+        if let Some(seat) = seat {
+            seat.end(session, last);
+        }
+    }
+
+    pub(super) fn dismiss_all(&self, last: &ServerMessage) {
+        let seats: Vec<(SessionId, Seat)> = self.lock().drain().collect();
+        for (session, seat) in seats {
+            seat.end(session, last.clone());
+        }
+    }
+
+    pub(super) fn send(
+        &self,
+        node: &str,
+        session: SessionId,
+        message: ServerMessage,
+    ) -> Result<(), NotSent> {
+        if let ServerMessage::StartShard(_) = &message {
+            // The node would end the session over it, and get it again in the next.
+            convert::check(&message).map_err(NotSent::TooLarge)?;
+        }
+        let mut taken = self.lock();
+        let seat = taken.get(&session).filter(|seat| seat.node == node);
+        let seat = seat.ok_or(NotSent::SessionEnded)?;
+        match seat.outgoing.try_send(Framed { session, message }) {
+            Ok(()) => Ok(()),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(NotSent::SessionEnded),
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                tracing::warn!(
+                    "node `{node}` does not read: {OUTGOING_MAX} commands wait for it; its session is cut"
+                );
+                let seat = taken.remove(&session);
+                drop(taken);
+                if let Some(seat) = seat {
+                    seat.end(session, too_slow(node));
+                }
+                Err(NotSent::QueueFull)
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<SessionId, Seat>> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Seat {
+    pub(super) fn end(&self, session: SessionId, last: ServerMessage) {
+        // Who does not read gets no last words either.
+        let _ = self.outgoing.try_send(Framed {
+            session,
+            message: last,
+        });
+        self.over.cancel();
+    }
+}
+
+pub(super) fn too_slow(node: &str) -> ServerMessage {
+    ServerMessage::Refused(Refusal {
+        code: RefusalCode::TooSlow,
+        message: "nothing was heard or read for too long".to_owned(),
+        certificate: None,
+        claimed: node.to_owned(),
+    })
+}
