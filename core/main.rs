@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
-use llmgw_agent::command::{self as agent, AgentArgs};
+use llmgw_agent::command::AgentArgs;
 use llmgw_core::ctl::CtlArgs;
 use llmgw_core::policy::PolicyCommand;
 use llmgw_core::serve::ServerOptions;
@@ -28,7 +28,7 @@ struct Arguments {
 enum Command {
     /// Serve clients.
     Server(ServerArguments),
-    /// Look at this node as an agent would.
+    /// Supervise the engines of this node, or look at what it is.
     Agent(AgentArgs),
     /// Write out or check policies.
     #[command(subcommand)]
@@ -62,10 +62,19 @@ struct ServerArguments {
 fn main() -> ExitCode {
     match Arguments::parse().command {
         Command::Server(arguments) => server(arguments),
-        Command::Agent(arguments) => agent::main(arguments),
+        Command::Agent(arguments) => agent(arguments),
         Command::Policy(command) => policy::run(command),
         Command::Ctl(arguments) => ctl::main(arguments),
     }
+}
+
+fn agent(arguments: AgentArgs) -> ExitCode {
+    if arguments.is_daemon() {
+        log::init(log::LogFormat::Text, log::INFO);
+    }
+    let ended = llmgw_agent::command::main(arguments);
+    log::flush();
+    ended
 }
 
 fn server(arguments: ServerArguments) -> ExitCode {

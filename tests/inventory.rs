@@ -312,16 +312,3 @@ fn a_wrong_configuration_or_flag_is_refused_with_what_would_be_right() {
     let ran = inventory(&["--format", "xml"]);
     assert_eq!(ran.status, 2);
 }
-
-#[test]
-fn the_agent_itself_says_that_it_is_not_there_yet() {
-    let output = Command::new(env!("CARGO_BIN_EXE_llmgw"))
-        .arg("agent")
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(2));
-    assert_eq!(
-        String::from_utf8(output.stderr).unwrap(),
-        "error: this version of llmgw has only `llmgw agent inventory`\n"
-    );
-}

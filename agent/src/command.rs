@@ -1,4 +1,4 @@
-//! `llmgw agent`: so far what a node is. Data goes to stdout, messages to stderr.
+//! `llmgw agent`: runs the agent, or prints what a node is. Data goes to stdout, messages to stderr.
 //!
 //! Exit status: 0 done, also on a node with much to complain about; 1 the page could not be written; 2 usage or configuration.
 
@@ -12,14 +12,18 @@ use llmgw_proto::document::ConfigErrors;
 use llmgw_proto::units::HumanDuration;
 
 use crate::config::{self, AgentConfig};
+use crate::daemon::{self, DaemonArgs};
 use crate::inventory::gpu::{GpuSources, PROBE_DEADLINE, ProbeArguments, probe_main};
 use crate::inventory::{self, Sources, page};
 
 /// The arguments of `llmgw agent`.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct AgentArgs {
     #[command(subcommand)]
     command: Option<AgentCommand>,
+    #[command(flatten)]
+    daemon: DaemonArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -58,6 +62,13 @@ enum OutputFormat {
     Json,
 }
 
+impl AgentArgs {
+    /// It runs until it is stopped, so its messages are a log.
+    pub fn is_daemon(&self) -> bool {
+        self.command.is_none()
+    }
+}
+
 /// What ended the command.
 #[derive(Debug)]
 enum CommandError {
@@ -77,10 +88,7 @@ pub fn main(arguments: AgentArgs) -> ExitCode {
             Err(error) => error.answer(),
         },
         Some(AgentCommand::ProbeGpus(arguments)) => probe_main(&arguments),
-        None => {
-            eprintln!("error: this version of llmgw has only `llmgw agent inventory`");
-            ExitCode::from(2)
-        }
+        None => daemon::main(arguments.daemon),
     }
 }
 

@@ -1,14 +1,17 @@
 //! `agent.yaml`: what the operator of a node decides, read whole with every problem named by its line.
 //!
-//! So far the keys that the inventory needs are read. The others of the file are known, and left to what will need them.
+//! Relative paths are relative to the directory that holds the file.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fmt;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
 
 use llmgw_proto::document::problem::Place;
 use llmgw_proto::document::read::{Field, Fields, Report};
 use llmgw_proto::document::yaml::{self, Node};
 use llmgw_proto::document::{ConfigErrors, Kind};
+use llmgw_proto::session::PortRange;
 
 use crate::inventory::fabrics::FabricLabel;
 use crate::inventory::network::host_and_port;
@@ -26,6 +29,34 @@ pub struct AgentConfig {
     pub fabrics: Vec<FabricLabel>,
     /// The interface that engines of several nodes find each other by. `None`: that of the route to the server.
     pub socket_interface: Option<String>,
+    /// Where the gateway reaches engines. `None`: the address that the stream to the server uses.
+    pub advertise: Option<IpAddr>,
+    /// Where what must survive a restart of the agent is kept.
+    pub state: Option<PathBuf>,
+    /// What engines may listen on.
+    pub ports: Option<PortRange>,
+    pub tls: Option<AgentTls>,
+    /// The allow-list, by engine: all that this node starts.
+    pub engines: BTreeMap<String, EngineEntry>,
+    /// Where a `source` that is a relative path is found.
+    pub models_dir: Option<PathBuf>,
+}
+
+/// PEM files; that they exist is found out when they are opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AgentTls {
+    pub ca: PathBuf,
+    pub cert: PathBuf,
+    pub key: PathBuf,
+}
+
+/// What may be started for one engine.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct EngineEntry {
+    /// Files, by the name that a profile's plugin gives them.
+    pub commands: BTreeMap<String, PathBuf>,
+    /// Values may be credentials, so they do not print.
+    pub env: BTreeMap<String, String>,
 }
 
 const KIND: Kind = Kind {
@@ -49,6 +80,8 @@ const KEYS: [&str; 11] = [
 
 /// An interface's name, at most as long as the kernel allows.
 const INTERFACE_MAX_BYTES: usize = 15;
+/// Engines of one node; a registration takes no more.
+const ENGINES_MAX: usize = 64;
 
 /// Reads and checks the file at `path`; `${VAR}` comes from the process's environment.
 ///
@@ -70,7 +103,8 @@ pub fn parse(
 ) -> Result<AgentConfig, ConfigErrors> {
     let root = yaml::parse(path, text, &KIND)?;
     let mut report = Report::new(env);
-    let config = decode(&mut report, &root);
+    let directory = path.parent().unwrap_or(Path::new(""));
+    let config = decode(&mut report, &root, directory);
     let problems = report.finish(Vec::new());
     match problems.is_empty() {
         true => Ok(config),
@@ -78,7 +112,7 @@ pub fn parse(
     }
 }
 
-fn decode(report: &mut Report<'_>, root: &Node) -> AgentConfig {
+fn decode(report: &mut Report<'_>, root: &Node, directory: &Path) -> AgentConfig {
     let root = Field {
         node: root,
         place: Place::root(),
@@ -104,6 +138,118 @@ fn decode(report: &mut Report<'_>, root: &Node) -> AgentConfig {
         socket_interface: fields
             .get("socket_interface")
             .and_then(|field| interface(report, &field)),
+        advertise: fields
+            .get("advertise")
+            .and_then(|field| advertise(report, &field)),
+        state: fields
+            .get("state")
+            .and_then(|field| file(report, &field, directory)),
+        ports: fields.get("ports").and_then(|field| ports(report, &field)),
+        tls: fields
+            .get("tls")
+            .and_then(|field| tls(report, &field, directory)),
+        engines: fields
+            .get("engines")
+            .map(|field| engines(report, &field, directory))
+            .unwrap_or_default(),
+        models_dir: fields
+            .get("models_dir")
+            .and_then(|field| file(report, &field, directory)),
+    }
+}
+
+fn file(report: &mut Report<'_>, field: &Field<'_>, directory: &Path) -> Option<PathBuf> {
+    report.text(field).map(|text| directory.join(text))
+}
+
+fn advertise(report: &mut Report<'_>, field: &Field<'_>) -> Option<IpAddr> {
+    let text = report.text(field)?;
+    match text.parse::<IpAddr>() {
+        Ok(address) if !address.is_unspecified() && !address.is_multicast() => Some(address),
+        _ => {
+            let right = "write the address that the gateway reaches this node by, e.g. `10.0.0.11`";
+            report.add(&field.place, format!("`{text}` is not an address"), right);
+            None
+        }
+    }
+}
+
+fn ports(report: &mut Report<'_>, field: &Field<'_>) -> Option<PortRange> {
+    let text = report.text(field)?;
+    let range = text.split_once('-').and_then(|(first, last)| {
+        let (first, last): (u16, u16) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        (1..=last)
+            .contains(&first)
+            .then_some(PortRange { first, last })
+    });
+    if range.is_none() {
+        let right = "write the first and the last one, e.g. `21000-21999`";
+        let wrong = format!("`{text}` is not a range of ports");
+        report.add(&field.place, wrong, right);
+    }
+    range
+}
+
+fn tls(report: &mut Report<'_>, field: &Field<'_>, directory: &Path) -> Option<AgentTls> {
+    let fields = report.fields(field, &["ca", "cert", "key"])?;
+    let mut file = |key: &str| match fields.get(key) {
+        Some(field) => self::file(report, &field, directory),
+        None => {
+            report.missing(&fields, key, &format!("write `{key}: FILE.pem`"));
+            None
+        }
+    };
+    let (ca, cert, key) = (file("ca"), file("cert"), file("key"));
+    Some(AgentTls {
+        ca: ca?,
+        cert: cert?,
+        key: key?,
+    })
+}
+
+fn engines(
+    report: &mut Report<'_>,
+    field: &Field<'_>,
+    directory: &Path,
+) -> BTreeMap<String, EngineEntry> {
+    let entries = report.named_fields(field);
+    if entries.len() > ENGINES_MAX {
+        let wrong = format!("lists more than {ENGINES_MAX} engines");
+        report.add(&field.place, wrong, "keep those that this node runs");
+    }
+    let entry = |(name, field): (&str, Field<'_>)| {
+        let fields = report.fields(&field, &["commands", "env"])?;
+        let commands = fields
+            .get("commands")
+            .map(|field| report.named_texts(&field))
+            .unwrap_or_default();
+        if commands.is_empty() {
+            let right =
+                "name at least one file that it may start, e.g. `{vllm: /opt/vllm/bin/vllm}`";
+            report.add(&field.place, "has no `commands`", right);
+        }
+        let env = fields
+            .get("env")
+            .map(|field| report.secrets(&field))
+            .unwrap_or_default();
+        let entry = EngineEntry {
+            commands: commands
+                .into_iter()
+                .map(|(name, path)| (name, directory.join(path)))
+                .collect(),
+            env: env.into_iter().collect(),
+        };
+        Some((name.to_owned(), entry))
+    };
+    entries.into_iter().filter_map(entry).collect()
+}
+
+impl fmt::Debug for EngineEntry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineEntry")
+            .field("commands", &self.commands)
+            .field("env", &self.env.keys())
+            .finish()
     }
 }
 
@@ -222,132 +368,4 @@ fn adapters(report: &mut Report<'_>, fields: &Fields<'_>, before: &[FabricLabel]
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A whole file, with keys that later parts read.
-    const EXAMPLE: &str = "\
-server: https://ctl.example:8443
-node: gpu-01
-advertise: 10.0.0.11
-state: /var/lib/llmgw
-ports: 21000-21999
-tls: {ca: ca.pem, cert: agent.pem, key: agent-key.pem}
-labels: {rack: r1, zone: a}
-fabrics: [{name: ib-east, adapters: [mlx5_0, mlx5_1]}]
-socket_interface: eth0
-engines:
-  vllm:     {commands: {vllm: /opt/vllm/bin/vllm, ray: /opt/vllm/bin/ray}, env: {HF_HOME: /models}}
-models_dir: /models
-";
-
-    fn read(text: &str) -> Result<AgentConfig, ConfigErrors> {
-        parse(Path::new("agent.yaml"), text, &|name| {
-            (name == "ZONE").then(|| "b".to_owned())
-        })
-    }
-
-    #[test]
-    fn the_whole_example_is_read() {
-        let config = read(EXAMPLE).unwrap();
-        assert_eq!(config.server.as_deref(), Some("https://ctl.example:8443"));
-        assert_eq!(config.node.as_deref(), Some("gpu-01"));
-        assert_eq!(config.labels["rack"], "r1");
-        assert_eq!(
-            config.fabrics,
-            [FabricLabel {
-                name: "ib-east".to_owned(),
-                adapters: vec!["mlx5_0".to_owned(), "mlx5_1".to_owned()]
-            }]
-        );
-        assert_eq!(config.socket_interface.as_deref(), Some("eth0"));
-        assert_eq!(
-            read("labels: {zone: '${ZONE}'}").unwrap().labels["zone"],
-            "b"
-        );
-        assert_eq!(
-            read("node: a").unwrap(),
-            AgentConfig {
-                node: Some("a".to_owned()),
-                ..AgentConfig::default()
-            }
-        );
-    }
-
-    #[test]
-    fn each_problem_has_its_line_its_path_and_what_would_be_right() {
-        for (text, expected) in [
-            (
-                "sever: x",
-                "1:1: sever: unknown key `sever`|help: did you mean `server`?",
-            ),
-            (
-                "server: ctl.example:8443",
-                "1:9: server: `ctl.example:8443` is not a server|help: write e.g. `https://ctl.example:8443`",
-            ),
-            (
-                "node: a b",
-                "1:7: node: `a b` is not a node id|help: write letters, digits, `.`, `_` and `-`",
-            ),
-            (
-                "labels: {rack: 1}",
-                "1:16: labels.rack: expected a text, found the number `1`|help: put it in quotes",
-            ),
-            (
-                "labels: [a]",
-                "1:9: labels: expected a mapping, found a list|help: write `{name: \"value\"}`, or leave the key out",
-            ),
-            (
-                "fabrics:\n  - name: east",
-                "2:5: fabrics[0]: has no `adapters`|help: list its adapters, e.g. `[mlx5_0, mlx5_1]`",
-            ),
-            (
-                "fabrics:\n  - adapters: [mlx5_0]",
-                "2:5: fabrics[0]: has no `name`|help: give each fabric a name, the same on every node",
-            ),
-            (
-                "fabrics: [{name: a, adapters: []}]",
-                "1:31: fabrics[0].adapters: lists no adapter|help: list at least one, e.g. `[mlx5_0]`",
-            ),
-            (
-                "fabrics: [{name: a, adapters: ['=mlx5_0']}]",
-                "1:32: fabrics[0].adapters[0]: `=mlx5_0` is not an adapter|help: write the name below /sys/class/infiniband, e.g. `mlx5_0`, or `mlx4_0:2` for its second port",
-            ),
-            (
-                "fabrics:\n  - {name: a, adapters: [x]}\n  - {name: b, adapters: [x]}",
-                "3:26: fabrics[1].adapters[0]: adapter `x` is in fabric `a` already|help: an adapter is in one fabric",
-            ),
-            (
-                "fabrics:\n  - {name: a, adapters: [x, x]}",
-                "2:29: fabrics[0].adapters[1]: adapter `x` is listed twice|help: keep one of them",
-            ),
-            (
-                "fabrics:\n  - {name: a, adapters: [x]}\n  - {name: a, adapters: [y]}",
-                "3:12: fabrics[1].name: two fabrics are `a`|help: list all adapters of a fabric in one entry",
-            ),
-            (
-                "socket_interface: eth0,eth1",
-                "1:19: socket_interface: `eth0,eth1` is not an interface|help: write the name of one interface, e.g. `eth0`",
-            ),
-            (
-                "",
-                "the file is empty|help: write e.g. `server: https://ctl.example:8443`, or leave `--config` out",
-            ),
-        ] {
-            let message = read(text).unwrap_err().to_string();
-            let lines: Vec<&str> = message.lines().collect();
-            let found = format!(
-                "{}|{}",
-                lines[0].trim_start_matches("agent.yaml:").trim_start(),
-                lines.last().unwrap().trim()
-            );
-            assert_eq!(found, expected, "{message}");
-        }
-    }
-
-    #[test]
-    fn several_problems_are_all_reported() {
-        let errors = read("nod: a\nlabels: 1\n").unwrap_err();
-        assert_eq!(errors.problems.len(), 2);
-    }
-}
+mod tests;

@@ -24,6 +24,9 @@ pub enum LogFormat {
     Json,
 }
 
+/// What is said where nobody chose.
+pub const INFO: LevelFilter = LevelFilter::INFO;
+
 /// Libraries whose debug events describe single frames, and would drown ours.
 const QUIET_TARGETS: [&str; 3] = ["h2", "hyper", "hyper_util"];
 

@@ -154,6 +154,20 @@ impl<'e> Report<'e> {
         }
     }
 
+    /// The entries of a mapping from names of the user's choice.
+    pub fn named_fields<'n>(&mut self, field: &Field<'n>) -> Vec<(&'n str, Field<'n>)> {
+        let Node::Mapping(_) = field.node else {
+            let right = "write `{name: ...}`, or leave the key out";
+            self.wrong_type(field, "a mapping", right);
+            return Vec::new();
+        };
+        let entry = |(key, node)| {
+            let place = field.place.key(key);
+            (key, Field { node, place })
+        };
+        self.entries(field).into_iter().map(entry).collect()
+    }
+
     /// A mapping from names of the user's choice to texts.
     pub fn named_texts(&mut self, field: &Field<'_>) -> Vec<(String, String)> {
         let Node::Mapping(_) = field.node else {

@@ -1,0 +1,286 @@
+//! `llmgw agent`: supervises the engines of this node and holds its session with the server, until a signal stops it.
+//!
+//! Exit status: 0 stopped as it was told; 1 it could not start; 2 usage or configuration.
+
+mod drain;
+mod host;
+mod node;
+
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use llmgw_proto::document::ConfigErrors;
+use llmgw_proto::link::KeepAlive;
+use llmgw_proto::session::PortRange;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use self::drain::DrainFile;
+use self::host::Shards;
+use self::node::Node;
+use crate::config::{self, AgentConfig};
+use crate::session::dial::ServerUrl;
+use crate::session::{Session, SessionOptions};
+use crate::supervisor::{
+    Adopted, EngineAllowance, Outcome, Supervisor, SupervisorError, SupervisorOptions, cgroup,
+};
+
+/// The arguments of `llmgw agent` itself.
+#[derive(Debug, Args)]
+pub struct DaemonArgs {
+    /// The server's address for agents, e.g. `https://ctl.example:8443`; wins over `server` in the file.
+    #[arg(long, value_name = "URL")]
+    server: Option<String>,
+    /// This node's id; wins over `node` in the file. Default: the host name.
+    #[arg(long, value_name = "ID")]
+    node: Option<String>,
+    /// The agent's configuration.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Where what must survive a restart is kept; wins over `state` in the file.
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+    /// Where the gateway reaches engines; wins over `advertise` in the file. Default: the address that the stream uses.
+    #[arg(long, value_name = "IP")]
+    advertise: Option<IpAddr>,
+    /// Stop the engines when the agent stops. Default: they run on, and the next agent takes them over.
+    #[arg(long)]
+    stop_engines: bool,
+}
+
+/// What was decided by arguments and file together.
+struct Setup {
+    config: AgentConfig,
+    server: ServerUrl,
+    node: String,
+    state: PathBuf,
+    stop_engines: bool,
+}
+
+/// Why an agent did not start.
+#[derive(Debug)]
+enum DaemonError {
+    Config(ConfigErrors),
+    /// What is wrong with the arguments, and what would be right.
+    Usage(String),
+    Supervisor(SupervisorError),
+    Start(&'static str, std::io::Error),
+}
+
+const STATE_DEFAULT: &str = ".llmgw/agent";
+const PORTS_DEFAULT: PortRange = PortRange {
+    first: 21_000,
+    last: 21_999,
+};
+/// A dead link is found out within 10 s, as on the server with its default heartbeat.
+const KEEP_ALIVE: KeepAlive = KeepAlive {
+    interval: Duration::from_secs(5),
+    timeout: Duration::from_secs(5),
+};
+/// For each step of an attempt to connect.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// A node's id is a name in certificates and in commands.
+const NODE_ID_MAX_BYTES: usize = 64;
+/// How long the end of the process waits for threads that hang in a system call.
+const EXIT_WAIT_MAX: Duration = Duration::from_millis(200);
+
+/// Runs an agent to its end.
+pub(crate) fn main(arguments: DaemonArgs) -> ExitCode {
+    let ran = setup(arguments).and_then(|setup| {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .map_err(|error| DaemonError::Start("threads", error))?;
+        let ran = runtime.block_on(run(setup));
+        runtime.shutdown_timeout(EXIT_WAIT_MAX);
+        ran
+    });
+    match ran {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(error.exit_status())
+        }
+    }
+}
+
+fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
+    let mut config = match &arguments.config {
+        Some(path) => config::load(path).map_err(DaemonError::Config)?,
+        None => AgentConfig::default(),
+    };
+    let server = arguments.server.or_else(|| config.server.clone());
+    let server = server.ok_or_else(|| {
+        let right = "give `--server URL`, or write `server: URL` into agent.yaml";
+        DaemonError::Usage(format!("no server is named; {right}"))
+    })?;
+    let server: ServerUrl = server
+        .parse()
+        .map_err(|error| DaemonError::Usage(format!("--server: {error}")))?;
+    if server.is_tls {
+        let why = "this version has no certificates yet; use `http://` on a network that you trust";
+        return Err(DaemonError::Usage(format!("{server}: {why}")));
+    }
+    let node = match arguments.node.or_else(|| config.node.clone()) {
+        Some(node) => node,
+        None => host_name().map_err(|error| DaemonError::Start("the host name", error))?,
+    };
+    let is_id = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if node.is_empty() || node.len() > NODE_ID_MAX_BYTES || !node.chars().all(is_id) {
+        let wrong = format!("`{node}` is not a node id");
+        let right = "give `--node` at most 64 letters, digits, `.`, `_` and `-`";
+        return Err(DaemonError::Usage(format!("{wrong}; {right}")));
+    }
+    let state = arguments.state.or_else(|| config.state.clone());
+    config.server = Some(server.to_string());
+    config.node = Some(node.clone());
+    config.advertise = arguments.advertise.or(config.advertise);
+    Ok(Setup {
+        config,
+        server,
+        node,
+        state: state.unwrap_or_else(|| PathBuf::from(STATE_DEFAULT)),
+        stop_engines: arguments.stop_engines,
+    })
+}
+
+async fn run(setup: Setup) -> Result<(), DaemonError> {
+    let mut signals = Signals::install().map_err(|error| DaemonError::Start("signals", error))?;
+    if !setup.server.is_loopback() {
+        tracing::warn!(
+            "{} is reached without TLS: anybody on the way can read and change what is said, engines' keys included",
+            setup.server
+        );
+    }
+    std::fs::create_dir_all(&setup.state)
+        .map_err(|error| DaemonError::Start("the state directory", error))?;
+    let starting = async {
+        let node = Node::start(&setup.config)
+            .await
+            .map_err(|error| DaemonError::Start("the look at the GPUs", error))?;
+        let supervisor = supervise(&setup, &node).await?;
+        Ok::<_, DaemonError>((node, supervisor))
+    };
+    let (node, supervisor) = tokio::select! {
+        started = starting => started?,
+        () = signals.stop() => return Ok(()),
+    };
+    let looking = tokio::spawn(node.clone().keep(supervisor.clone()));
+    let session = Arc::new(session(&setup, node, supervisor.clone()));
+    let stop = CancellationToken::new();
+    let held = {
+        let (session, stop) = (session.clone(), stop.clone());
+        tokio::spawn(async move { session.run(stop).await })
+    };
+    signals.stop().await;
+    if setup.stop_engines {
+        // The server hears of each of them, so the goodbye comes last. A second signal leaves them running.
+        tracing::info!("stopping the engines; a second signal leaves them running");
+        tokio::select! {
+            () = supervisor.shutdown(true) => session.engines_were_stopped(),
+            () = signals.stop() => {}
+        }
+    }
+    stop.cancel();
+    let _ = tokio::join!(held, supervisor.shutdown(false));
+    looking.abort();
+    tracing::info!("stopped");
+    Ok(())
+}
+
+async fn supervise(setup: &Setup, node: &Node) -> Result<Arc<Supervisor>, DaemonError> {
+    let allow = setup.config.engines.iter().map(|(engine, entry)| {
+        let allowance = EngineAllowance {
+            executables: entry.commands.clone(),
+            env: entry.env.clone(),
+        };
+        (engine.clone(), allowance)
+    });
+    let mut options = SupervisorOptions::new(setup.state.clone(), allow.collect());
+    options.cgroup_root = cgroup::delegated(&options.proc_root);
+    options.gpus = node.gpus.clone();
+    let (supervisor, adopted) = Supervisor::start(options)
+        .await
+        .map_err(DaemonError::Supervisor)?;
+    for found in &adopted {
+        say_adopted(found);
+    }
+    Ok(supervisor)
+}
+
+fn say_adopted(found: &Adopted) {
+    let Adopted { shard, outcome } = found;
+    match outcome {
+        Outcome::Adopted { pids } => tracing::info!(
+            "shard `{shard}` is adopted (processes {pids:?}); its earlier output is gone"
+        ),
+        other => tracing::warn!("shard `{shard}`: {other:?}"),
+    }
+}
+
+fn session(setup: &Setup, node: Arc<Node>, supervisor: Arc<Supervisor>) -> Session {
+    let options = SessionOptions {
+        server: setup.server.clone(),
+        node: setup.node.clone(),
+        advertise: setup.config.advertise,
+        ports: setup.config.ports.unwrap_or(PORTS_DEFAULT),
+        engines: setup.config.engines.keys().cloned().collect(),
+        keep_alive: KEEP_ALIVE,
+        patience: PATIENCE,
+    };
+    let drain = DrainFile::open(&setup.state);
+    Session::new(options, Arc::new(Shards(supervisor)), node, Arc::new(drain))
+}
+
+fn host_name() -> std::io::Result<String> {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
+    Ok(name.trim().to_owned())
+}
+
+/// SIGTERM and SIGINT stop an agent.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn install() -> std::io::Result<Signals> {
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn stop(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+impl DaemonError {
+    fn exit_status(&self) -> u8 {
+        match self {
+            DaemonError::Config(_) | DaemonError::Usage(_) => 2,
+            DaemonError::Supervisor(_) | DaemonError::Start(..) => 1,
+        }
+    }
+}
+
+impl fmt::Display for DaemonError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DaemonError::Config(errors) => errors.fmt(f),
+            DaemonError::Usage(text) => f.write_str(text),
+            DaemonError::Supervisor(error) => error.fmt(f),
+            DaemonError::Start(what, error) => write!(f, "{what}: {error}"),
+        }
+    }
+}

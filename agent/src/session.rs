@@ -1,0 +1,210 @@
+//! The agent's session with the server: dials out, registers everything, reports what changes, does what it is told, and comes back for ever.
+//!
+//! ```text
+//! attempt   dial.rs      a socket, a session on it
+//! register  report.rs    what the node is and all that it runs, at every connect
+//! serve     serve.rs     heartbeats and changes go up, commands come down
+//! wait      backoff.rs   full jitter: after a broken stream for seconds, after a refusal for minutes
+//! ```
+
+pub mod backoff;
+pub mod dial;
+mod report;
+mod serve;
+
+use std::future::Future;
+use std::net::IpAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use llmgw_proto::inventory::Inventory;
+use llmgw_proto::link::KeepAlive;
+use llmgw_proto::session::{PortRange, Refusal};
+use llmgw_proto::shard::{LogLine, ShardSpec, ShardStatus};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use backoff::{Backoff, Outcome, unit};
+use dial::ServerUrl;
+use serve::Serving;
+
+/// What runs the shards of this node.
+pub trait ShardHost: Send + Sync + 'static {
+    /// All of them, for a registration.
+    fn shards(&self) -> Vec<(ShardSpec, ShardStatus)>;
+
+    /// Changes from now on.
+    fn changes(&self) -> Box<dyn ShardChanges>;
+
+    /// Returns at once; what becomes of it is a change.
+    fn start_shard(&self, spec: ShardSpec);
+
+    /// `false`: there is no such shard.
+    fn drain_shard(&self, shard: &str) -> bool;
+
+    /// `false`: there is no such shard.
+    fn stop_shard(&self, shard: &str, force: bool) -> bool;
+
+    /// The last lines of its output. `None`: there is no such shard.
+    fn tail(&self, shard: &str, lines: usize) -> Option<Vec<LogLine>>;
+}
+
+/// Changes of shards, for one reader.
+pub trait ShardChanges: Send {
+    /// Waits for a change, and returns the latest status of each shard that changed. Nothing queues up for a slow reader, and nothing is
+    /// lost where this is dropped before it returns.
+    fn next(&mut self) -> Pin<Box<dyn Future<Output = Vec<ShardStatus>> + Send + '_>>;
+}
+
+/// What this node is.
+pub trait InventorySource: Send + Sync + 'static {
+    /// As last read. Returns at once.
+    fn latest(&self) -> Arc<Inventory>;
+}
+
+/// Whether an operator takes this node out of use. Kept across restarts of the agent.
+pub trait DrainFlag: Send + Sync + 'static {
+    fn is_draining(&self) -> bool;
+
+    /// # Errors
+    /// It could not be kept. The node drains all the same, until the agent is restarted.
+    fn set(&self, draining: bool) -> std::io::Result<()>;
+}
+
+/// How a session is held.
+#[derive(Clone, Debug)]
+pub struct SessionOptions {
+    pub server: ServerUrl,
+    pub node: String,
+    /// Where the gateway reaches engines. `None`: the address that the stream uses.
+    pub advertise: Option<IpAddr>,
+    pub ports: PortRange,
+    /// Names of the engines that may be started.
+    pub engines: Vec<String>,
+    pub keep_alive: KeepAlive,
+    /// For each step of an attempt: the connection, the session, the welcome.
+    pub patience: Duration,
+}
+
+/// The agent's side of all its sessions, one after the other.
+pub struct Session {
+    pub options: SessionOptions,
+    pub shards: Arc<dyn ShardHost>,
+    pub inventory: Arc<dyn InventorySource>,
+    pub drain: Arc<dyn DrainFlag>,
+    run: String,
+    machine: String,
+    connected: watch::Sender<bool>,
+    /// The engines run on when the agent stops.
+    engines_stay: AtomicBool,
+}
+
+/// Why an attempt or a session ended.
+#[derive(Debug)]
+enum Ended {
+    /// The agent stops.
+    Stopped,
+    /// The server does not want it.
+    Refused(Refusal),
+    /// The server leaves, and says so.
+    ServerLeaves(String),
+    /// The stream could not be opened or did not last.
+    Broken(String),
+}
+
+/// A session that lasted for so long was a good one: the next attempt begins with the shortest wait.
+const STEADY: Duration = Duration::from_secs(30);
+/// For the goodbye to leave and be read, when the agent stops.
+const GOODBYE_MAX: Duration = Duration::from_millis(800);
+
+impl Session {
+    pub fn new(
+        options: SessionOptions,
+        shards: Arc<dyn ShardHost>,
+        inventory: Arc<dyn InventorySource>,
+        drain: Arc<dyn DrainFlag>,
+    ) -> Session {
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+        Session {
+            options,
+            shards,
+            inventory,
+            drain,
+            run: format!("{:016x}", backoff::random()),
+            machine: boot.map(|boot| boot.trim().to_owned()).unwrap_or_default(),
+            connected: watch::Sender::new(false),
+            engines_stay: AtomicBool::new(true),
+        }
+    }
+
+    /// Whether the server welcomed the session that there is.
+    pub fn connected(&self) -> watch::Receiver<bool> {
+        self.connected.subscribe()
+    }
+
+    /// The goodbye will say that no engine runs on.
+    pub fn engines_were_stopped(&self) {
+        self.engines_stay.store(false, Ordering::Relaxed);
+    }
+
+    /// Holds sessions until it is told to stop; then it takes at most [`GOODBYE_MAX`].
+    pub async fn run(&self, stop: CancellationToken) {
+        let mut backoff = Backoff::default();
+        loop {
+            let mut welcomed_at = None;
+            let ended = self.attempt(&stop, &mut welcomed_at).await;
+            self.connected.send_replace(false);
+            let lasted = welcomed_at.map(|at: Instant| at.elapsed());
+            let outcome = match &ended {
+                Ended::Stopped => return,
+                Ended::Refused(refusal) if refusal.code.needs_a_person() => Outcome::Refused,
+                _ if lasted.is_some_and(|lasted| lasted >= STEADY) => Outcome::Lasted,
+                _ => Outcome::Broke,
+            };
+            let wait = backoff.next(outcome, unit());
+            self.say(&ended, wait);
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                () = stop.cancelled() => return,
+            }
+        }
+    }
+
+    /// One session, from the dialling to its end.
+    async fn attempt(&self, stop: &CancellationToken, welcomed_at: &mut Option<Instant>) -> Ended {
+        let opening = async {
+            let opened = dial::open(self).await?;
+            Serving::welcomed(self, opened).await
+        };
+        let opened = tokio::select! {
+            opened = opening => opened,
+            () = stop.cancelled() => return Ended::Stopped,
+        };
+        let serving = match opened {
+            Ok(serving) => serving,
+            Err(ended) => return ended,
+        };
+        *welcomed_at = Some(Instant::now());
+        self.connected.send_replace(true);
+        serving.run(stop).await
+    }
+
+    fn say(&self, ended: &Ended, wait: Duration) {
+        let (server, node) = (&self.options.server, &self.options.node);
+        let wait = format!("next attempt in {:.1} s", wait.as_secs_f64());
+        match ended {
+            Ended::Stopped => {}
+            Ended::Refused(refusal) => {
+                tracing::error!("{server} refused node `{node}`: {refusal}; {wait}");
+            }
+            Ended::ServerLeaves(why) => tracing::info!("{server} leaves: {why}; {wait}"),
+            Ended::Broken(why) => tracing::warn!("no session with {server}: {why}; {wait}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
