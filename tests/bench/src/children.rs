@@ -35,6 +35,12 @@ impl Running {
         }
     }
 
+    /// Ends it as a crash would.
+    pub fn kill(mut self) -> io::Result<()> {
+        self.child.kill()?;
+        self.child.wait().map(|_| ())
+    }
+
     /// Waits until the process says `ready` on its standard output.
     pub fn wait_ready(&mut self) -> io::Result<()> {
         let out = self.child.stdout.take();

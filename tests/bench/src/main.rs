@@ -13,6 +13,7 @@ mod plan;
 mod process;
 mod prompt;
 mod proxies;
+mod sessions;
 mod simulate;
 mod table;
 
@@ -41,6 +42,8 @@ enum Part {
     /// Send load and print what came back as one line of JSON.
     #[command(hide = true)]
     Load(load::Options),
+    /// Thousands of simulated agents against one server.
+    Sessions(sessions::Options),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
         Some(Part::Engine(options)) => engine::run(&options).map_err(|error| error.to_string()),
         Some(Part::Simulate(options)) => simulate::run(&options),
         Some(Part::Load(options)) => load::run(&options).map_err(|error| error.to_string()),
+        Some(Part::Sessions(options)) => sessions::run(&options).map_err(|error| error.to_string()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
