@@ -1,14 +1,19 @@
-//! The control plane: the fleet as heard and as data, where a replica goes in it, and why not elsewhere.
+//! The control plane: the fleet as heard and as data, where a replica goes in it and why not elsewhere, and what keeps it running.
 //!
 //! - [`snapshot`]: the fleet at one moment, the file `schema: llmgw.fleet/1`.
 //! - [`sessions`]: the agents' streams, which feed it. The only part with I/O.
 //! - [`placement`]: `place(snapshot, job, policy) -> Decision`; nothing here does I/O, reads a clock or draws a random number.
 //! - [`observed`]: what agents said, and the pure table that keeps it.
+//! - [`replicas`]: the replicas in what agents said. [`memory`]: what is remembered beside it: starts, who leaves, failures.
+//! - [`reconcile`]: (desired, observed, memory) in, actions out.
 //! - [`explain`]: a decision for people: why does it not run, and what would make it.
 
 pub mod explain;
+pub mod memory;
 pub mod observed;
 pub mod placement;
+pub mod reconcile;
+pub mod replicas;
 pub mod sessions;
 pub mod snapshot;
 

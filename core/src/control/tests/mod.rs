@@ -6,6 +6,7 @@ use super::placement::{Decision, JobSpec, NativePolicy, place};
 use super::snapshot::{Gpu, ModelEntry, Node, Snapshot};
 
 mod explaining;
+pub(super) mod nodes;
 mod placing;
 mod policies;
 mod properties;

@@ -1,0 +1,341 @@
+//! What the control plane remembers between two looks at the fleet: starts that no report confirmed, who leaves, what failed.
+//!
+//! Nothing here survives a restart of the server, and nothing needs to: agents report what runs and what failed.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use llmgw_proto::session::SessionId;
+use llmgw_proto::shard::{LogLine, ShardSpec, ShardState};
+
+use super::observed::Observed;
+use super::reconcile::Why;
+use super::replicas::ShardKey;
+
+/// A start that no report confirms within this time is forgotten, and placed again.
+pub const START_CONFIRM_MS: u64 = 10_000;
+/// After a model's first failure; doubled with each further one.
+pub const BACKOFF_FIRST_MS: u64 = 5_000;
+pub const BACKOFF_MAX_MS: u64 = 300_000;
+/// A replica that began after the last failure and is ready for so long ends the row of failures.
+pub const BACKOFF_RESET_AFTER_MS: u64 = 60_000;
+/// Failures of a model that are kept for explanations.
+pub const FAILURES_KEPT_MAX: usize = 8;
+/// Last lines that are kept of a failure.
+pub const FAILURE_LINES_MAX: usize = 20;
+/// A port that was taken by somebody else is not tried again for so long.
+pub const PORT_REFUSED_MS: u64 = 600_000;
+/// Ports of a model that may be refused in a row before that counts as a failure like any other.
+pub const PORT_REFUSALS_MAX: u32 = 3;
+/// What a refusal for a taken port begins with.
+const PORT_TAKEN: &str = "port_taken:";
+
+/// See the module.
+#[derive(Clone, Debug, Default)]
+pub struct Memory {
+    starts: BTreeMap<ShardKey, Start>,
+    leaving: BTreeMap<ShardKey, Leaving>,
+    ready_since_ms: BTreeMap<ShardKey, u64>,
+    models: BTreeMap<String, Failures>,
+    /// Failed shards that are in `models` already, with the agent's time of the failure.
+    noted: BTreeMap<ShardKey, u64>,
+    orders: BTreeMap<String, NodeOrder>,
+    refused_ports: BTreeMap<(String, u16), u64>,
+}
+
+/// A shard that an agent was told to start.
+#[derive(Clone, Debug)]
+pub struct Start {
+    pub spec: Arc<ShardSpec>,
+    pub sent_ms: u64,
+    /// The session that it was sent to; at another one it is sent again.
+    pub session: SessionId,
+}
+
+/// A replica that is out of the pool for good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leaving {
+    pub since_ms: u64,
+    pub why: Why,
+    /// Its requests may not finish.
+    pub at_once: bool,
+}
+
+/// What an operator wants of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeOrder {
+    pub draining: bool,
+    pub since_ms: u64,
+    /// Then its replicas stop even without replacements.
+    pub timeout_ms: Option<u64>,
+    /// They stop at once.
+    pub force: bool,
+    /// The node has said so itself.
+    pub is_confirmed: bool,
+}
+
+/// A model's failures.
+#[derive(Clone, Debug, Default)]
+pub struct Failures {
+    /// The latest one last.
+    pub kept: VecDeque<Failure>,
+    /// Failures in a row.
+    pub row: u32,
+    /// Taken ports in a row.
+    pub port_refusals: u32,
+    /// Nothing of the model is placed before.
+    pub not_before_ms: u64,
+}
+
+/// What failed, where, and what it said last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    pub replica: String,
+    pub profile: String,
+    /// None: it did not get as far as a node.
+    pub node: Option<String>,
+    /// On the table's clock.
+    pub at_ms: u64,
+    pub reason: String,
+    pub lines: Vec<LogLine>,
+}
+
+impl Memory {
+    /// Takes in what is reported now. The caller decides nothing from an [`Observed`] that was not taken in.
+    pub fn observe(&mut self, observed: &Observed) {
+        let now_ms = observed.now_ms;
+        self.starts.retain(|key, start| {
+            let node = observed.nodes.get(&key.node);
+            let is_told = node.is_some_and(|node| node.shards.contains_key(&key.shard));
+            !is_told && now_ms.saturating_sub(start.sent_ms) < START_CONFIRM_MS
+        });
+        self.refused_ports.retain(|_, until_ms| *until_ms > now_ms);
+        self.observe_shards(observed);
+        self.observe_orders(observed);
+        self.end_rows(observed);
+    }
+
+    /// A replica that became ready after the last failure, and has been for long enough, shows that the model works.
+    fn end_rows(&mut self, observed: &Observed) {
+        for (model, failures) in &mut self.models {
+            let last_ms = failures.kept.back().map_or(0, |failure| failure.at_ms);
+            let shows_it = |(key, since_ms): (&ShardKey, &u64)| {
+                *since_ms >= last_ms
+                    && observed.now_ms - since_ms >= BACKOFF_RESET_AFTER_MS
+                    && model_of(observed, key) == Some(model)
+            };
+            if failures.row + failures.port_refusals > 0 && self.ready_since_ms.iter().any(shows_it)
+            {
+                (failures.row, failures.port_refusals) = (0, 0);
+            }
+        }
+    }
+
+    fn observe_shards(&mut self, observed: &Observed) {
+        let now_ms = observed.now_ms;
+        let mut there = BTreeSet::new();
+        for (id, node) in &observed.nodes {
+            for (shard, seen) in &node.shards {
+                let key = ShardKey {
+                    node: id.clone(),
+                    shard: shard.clone(),
+                };
+                match seen.status.state {
+                    ShardState::Ready => {
+                        self.ready_since_ms.entry(key.clone()).or_insert(now_ms);
+                    }
+                    state => {
+                        self.ready_since_ms.remove(&key);
+                        if state == ShardState::Failed {
+                            self.note_failure(&key, seen, now_ms);
+                        }
+                    }
+                }
+                there.insert(key);
+            }
+        }
+        let starts = &self.starts;
+        self.leaving
+            .retain(|key, _| there.contains(key) || starts.contains_key(key));
+        self.ready_since_ms.retain(|key, _| there.contains(key));
+        self.noted.retain(|key, _| there.contains(key));
+    }
+
+    fn note_failure(&mut self, key: &ShardKey, seen: &super::observed::ObservedShard, now_ms: u64) {
+        let status = &seen.status;
+        if self.noted.insert(key.clone(), status.since_ms) == Some(status.since_ms) {
+            return;
+        }
+        let reason = match (&status.exit, status.reason.is_empty()) {
+            (_, false) => status.reason.clone(),
+            (Some(exit), true) => format!("it {exit}"),
+            (None, true) => "the agent gave no reason".to_owned(),
+        };
+        let from = status.log_tail.len().saturating_sub(FAILURE_LINES_MAX);
+        let failure = Failure {
+            replica: seen.spec.replica.clone(),
+            profile: seen.spec.profile.clone(),
+            node: Some(key.node.clone()),
+            at_ms: now_ms,
+            reason,
+            lines: status.log_tail[from..].to_vec(),
+        };
+        if failure.reason.starts_with(PORT_TAKEN) {
+            for port in &seen.spec.ports {
+                let until_ms = now_ms + PORT_REFUSED_MS;
+                self.refused_ports
+                    .insert((key.node.clone(), *port), until_ms);
+            }
+        }
+        // One that was to end anyway says nothing about the next one.
+        if !self.leaving.contains_key(key) {
+            self.failed(&seen.spec.model, failure, now_ms);
+        }
+    }
+
+    /// Notes a failure of a model: the next attempt waits, and goes elsewhere first.
+    pub fn failed(&mut self, model: &str, failure: Failure, now_ms: u64) {
+        let failures = self.models.entry(model.to_owned()).or_default();
+        let is_port = failure.reason.starts_with(PORT_TAKEN);
+        if is_port {
+            failures.port_refusals += 1;
+        }
+        if !is_port || failures.port_refusals > PORT_REFUSALS_MAX {
+            let doublings = failures.row.min(16);
+            let wait_ms = (BACKOFF_FIRST_MS << doublings).min(BACKOFF_MAX_MS);
+            failures.not_before_ms = now_ms + wait_ms;
+            failures.row += 1;
+        }
+        if failures.kept.len() == FAILURES_KEPT_MAX {
+            failures.kept.pop_front();
+        }
+        failures.kept.push_back(failure);
+    }
+
+    fn observe_orders(&mut self, observed: &Observed) {
+        self.orders.retain(|id, order| {
+            let Some(node) = observed.nodes.get(id) else {
+                return false;
+            };
+            let says_so = node.draining == order.draining;
+            if node.session.is_none() {
+                return true;
+            }
+            // A node that was put back into use by somebody else is in use. An undrain is done once the node says so.
+            let is_undone = order.is_confirmed && !says_so;
+            order.is_confirmed |= says_so;
+            !is_undone && (order.draining || !says_so)
+        });
+    }
+
+    // Starts.
+
+    pub fn starts(&self) -> impl Iterator<Item = &Start> {
+        self.starts.values()
+    }
+
+    pub fn starts_on<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Start> {
+        let on_node = move |(key, _): &(&ShardKey, &Start)| key.node == node;
+        self.starts.iter().filter(on_node).map(|(_, start)| start)
+    }
+
+    pub fn start(&mut self, node: &str, start: Start) {
+        let key = ShardKey {
+            node: node.to_owned(),
+            shard: start.spec.shard.clone(),
+        };
+        self.starts.insert(key, start);
+    }
+
+    /// Starts that went to a session that is no more, with the node and the session that it has now.
+    pub fn starts_to_repeat(
+        &mut self,
+        observed: &Observed,
+    ) -> Vec<(String, SessionId, Arc<ShardSpec>)> {
+        let mut again = Vec::new();
+        for (key, start) in &mut self.starts {
+            let session = observed.nodes.get(&key.node).and_then(|node| node.session);
+            if let Some(session) = session.filter(|session| *session != start.session) {
+                start.session = session;
+                start.sent_ms = observed.now_ms;
+                again.push((key.node.clone(), session, start.spec.clone()));
+            }
+        }
+        again
+    }
+
+    // Who leaves.
+
+    pub fn leaving(&self, key: &ShardKey) -> Option<&Leaving> {
+        self.leaving.get(key)
+    }
+
+    /// From now on this replica is out of the pool. What was said first stays, but for the hurry.
+    pub fn leave(&mut self, key: &ShardKey, why: Why, at_once: bool, now_ms: u64) {
+        let leaving = self.leaving.entry(key.clone()).or_insert(Leaving {
+            since_ms: now_ms,
+            why,
+            at_once,
+        });
+        leaving.at_once |= at_once;
+    }
+
+    /// Since when it is known to be ready.
+    pub fn ready_since_ms(&self, key: &ShardKey) -> Option<u64> {
+        self.ready_since_ms.get(key).copied()
+    }
+
+    // Nodes.
+
+    pub fn order(&mut self, node: &str, order: NodeOrder) {
+        self.orders.insert(node.to_owned(), order);
+    }
+
+    pub fn node_order(&self, node: &str) -> Option<&NodeOrder> {
+        self.orders.get(node)
+    }
+
+    pub fn orders(&self) -> impl Iterator<Item = (&String, &NodeOrder)> {
+        self.orders.iter()
+    }
+
+    /// Whether a node is to be out of use, given what it says itself.
+    pub fn drains(&self, node: &str, says_so: bool) -> bool {
+        self.orders
+            .get(node)
+            .map_or(says_so, |order| order.draining)
+    }
+
+    // Failures.
+
+    pub fn failures(&self, model: &str) -> Option<&Failures> {
+        self.models.get(model)
+    }
+
+    /// Nodes where this model failed in the current row.
+    pub fn avoid(&self, model: &str) -> Vec<String> {
+        let Some(failures) = self.models.get(model) else {
+            return Vec::new();
+        };
+        let latest = failures.kept.iter().rev().take(failures.row as usize);
+        let nodes: BTreeSet<String> = latest.filter_map(|failure| failure.node.clone()).collect();
+        nodes.into_iter().collect()
+    }
+
+    /// Forgets the failures of models that are no more.
+    pub fn retain_models(&mut self, is_there: impl Fn(&str) -> bool) {
+        self.models.retain(|model, _| is_there(model));
+    }
+
+    pub fn is_port_refused(&self, node: &str, port: u16) -> bool {
+        self.refused_ports.contains_key(&(node.to_owned(), port))
+    }
+}
+
+fn model_of<'a>(observed: &'a Observed, key: &ShardKey) -> Option<&'a str> {
+    let node = observed.nodes.get(&key.node)?;
+    Some(&node.shards.get(&key.shard)?.spec.model)
+}
+
+#[cfg(test)]
+mod tests;

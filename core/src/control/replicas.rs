@@ -1,0 +1,117 @@
+//! The replicas that there are, derived from what agents reported and from starts that no report has confirmed yet.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use llmgw_proto::session::SessionId;
+use llmgw_proto::shard::{ShardSpec, ShardState};
+
+use super::memory::Memory;
+use super::observed::Observed;
+use super::snapshot::NodeState;
+
+/// One shard on one node. The same shard id can be on two nodes: one that was lost comes back with what was placed again meanwhile.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ShardKey {
+    pub node: String,
+    pub shard: String,
+}
+
+/// A replica, which in this version is one shard on one node.
+#[derive(Clone, Debug)]
+pub struct Replica {
+    pub key: ShardKey,
+    pub spec: Arc<ShardSpec>,
+    pub state: ShardState,
+    pub node_state: NodeState,
+    /// Where commands go; none while its node is absent.
+    pub session: Option<SessionId>,
+    /// Its node is taken out of use, or is about to be.
+    pub node_drains: bool,
+    /// No report has confirmed it yet.
+    pub is_only_sent: bool,
+}
+
+impl Replica {
+    /// All that are not over, in the order of nodes and shards.
+    pub fn all(observed: &Observed, memory: &Memory) -> Vec<Replica> {
+        let mut replicas = Vec::new();
+        for (id, node) in &observed.nodes {
+            let replica = |shard: &str, spec: &Arc<ShardSpec>, state| Replica {
+                key: ShardKey {
+                    node: id.clone(),
+                    shard: shard.to_owned(),
+                },
+                spec: spec.clone(),
+                state,
+                node_state: node.state,
+                session: node.session,
+                node_drains: memory.drains(id, node.draining),
+                is_only_sent: false,
+            };
+            let reported = node
+                .shards
+                .iter()
+                .filter(|(_, shard)| !shard.status.state.is_over())
+                .map(|(id, shard)| replica(id, &shard.spec, shard.status.state));
+            replicas.extend(reported);
+            let sent = memory.starts_on(id).filter(|start| {
+                let shard = &start.spec.shard;
+                !node.shards.contains_key(shard)
+            });
+            replicas.extend(sent.map(|start| Replica {
+                is_only_sent: true,
+                ..replica(&start.spec.shard, &start.spec, ShardState::Pending)
+            }));
+        }
+        replicas
+    }
+
+    pub fn model(&self) -> &str {
+        &self.spec.model
+    }
+
+    /// Its engine serves, as far as is known.
+    pub fn is_ready(&self) -> bool {
+        self.state == ShardState::Ready
+    }
+
+    /// Its node is there to confirm it.
+    pub fn is_heard(&self) -> bool {
+        self.session.is_some()
+    }
+
+    /// The number in `<model>/<number>`; a replica that came from elsewhere may have none.
+    pub fn number(&self) -> Option<u32> {
+        number(&self.spec.replica)
+    }
+
+    /// It is over, or on its way there: nothing brings it back.
+    pub fn ends(&self) -> bool {
+        matches!(self.state, ShardState::Draining | ShardState::Stopping)
+    }
+}
+
+/// Numbers of a model that something still has: a replica, wherever it is and whatever became of it, or a start.
+pub fn numbers_taken(observed: &Observed, memory: &Memory, model: &str) -> BTreeSet<u32> {
+    let reported = observed
+        .nodes
+        .values()
+        .flat_map(|node| node.shards.values())
+        .map(|shard| &shard.spec);
+    reported
+        .chain(memory.starts().map(|start| &start.spec))
+        .filter(|spec| spec.model == model)
+        .filter_map(|spec| number(&spec.replica))
+        .collect()
+}
+
+fn number(replica: &str) -> Option<u32> {
+    replica.rsplit_once('/')?.1.parse().ok()
+}
+
+impl std::fmt::Display for ShardKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} on {}", self.shard, self.node)
+    }
+}
