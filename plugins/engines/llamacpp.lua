@@ -69,7 +69,12 @@ function M.commands(shard)
   for _, arg in shard.args or {} do
     table.insert(args, arg)
   end
-  return { { command = "llama-server", args = args, env = shard.env or {} } }
+  local env = {}
+  for name, value in shard.env or {} do
+    env[name] = value
+  end
+  env.LLAMA_API_KEY = "${LLMGW_API_KEY}" -- the agent puts the replica's own key there
+  return { { command = "llama-server", args = args, env = env } }
 end
 
 -- Some 500s and 501s are the client's own fault: trying another replica, or blaming this one, would be wrong.

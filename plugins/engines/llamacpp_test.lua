@@ -77,3 +77,9 @@ t.case("it serves from one machine, without parallel ranks", function()
   t.ok(#engine:validate { nodes = 2 } > 0)
   t.ok(#engine:validate { tensor_parallel = 2 } > 0)
 end)
+
+t.case("it gets the replica's own key by its environment, whatever the profile says", function()
+  local command = t.engine("llamacpp"):commands({ source = "org/model", served_name = "m", port = 21007, env = { LLAMA_API_KEY = "theirs" }, slots = 4 })[1]
+  t.equal(command.env.LLAMA_API_KEY, "${LLMGW_API_KEY}")
+  t.ok(not string.find(table.concat(command.args, " "), "API_KEY", 1, true), "the key is on the command line")
+end)

@@ -62,6 +62,8 @@ function M.commands(shard)
   for name, value in shard.env or {} do
     env[name] = value
   end
+  -- It takes a key on its command line only; the agent puts the replica's own one there.
+  append(args, "--api-key", "${LLMGW_API_KEY}")
   append(args, table.unpack(shard.args or {}))
   return { { command = "sglang", args = args, env = env } }
 end

@@ -69,3 +69,8 @@ t.case("a sensible profile is accepted, ray isn't", function()
   t.equal(t.engine("sglang"):validate { args = { "--mem-fraction-static", "0.8" }, launch_mode = "native" }, {})
   t.ok(#t.engine("sglang"):validate { launch_mode = "ray" } > 0)
 end)
+
+t.case("it gets the replica's own key, on its command line since it takes it nowhere else", function()
+  local command = t.engine("sglang"):commands({ source = "org/model", served_name = "m", port = 21007, slots = 4 })[1]
+  has(command.args, "--api-key", "${LLMGW_API_KEY}")
+end)

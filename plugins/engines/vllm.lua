@@ -56,6 +56,7 @@ local function environment(shard)
   for name, value in shard.env or {} do
     env[name] = value
   end
+  env.VLLM_API_KEY = "${LLMGW_API_KEY}" -- the agent puts the replica's own key there
   return env
 end
 

@@ -102,3 +102,9 @@ t.case("a sensible profile is accepted, an unknown launch mode isn't", function(
   t.equal(vllm:validate { args = { "--max-model-len", "32768" }, launch_mode = "ray" }, {})
   t.ok(#vllm:validate { launch_mode = "slurm" } > 0)
 end)
+
+t.case("it gets the replica's own key by its environment, whatever the profile says", function()
+  local command = t.engine("vllm"):commands({ source = "org/model", served_name = "m", port = 21007, env = { VLLM_API_KEY = "theirs" }, slots = 4 })[1]
+  t.equal(command.env.VLLM_API_KEY, "${LLMGW_API_KEY}")
+  t.ok(not string.find(table.concat(command.args, " "), "API_KEY", 1, true), "the key is on the command line")
+end)

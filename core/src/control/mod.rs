@@ -6,9 +6,11 @@
 //! - [`observed`]: what agents said, and the pure table that keeps it.
 //! - [`replicas`]: the replicas in what agents said. [`memory`]: what is remembered beside it: starts, who leaves, failures.
 //! - [`reconcile`]: (desired, observed, memory) in, actions out.
+//! - [`world`]: what agents said as a snapshot. [`launch`]: a decision as a shard, through its engine's plugin.
 //! - [`explain`]: a decision for people: why does it not run, and what would make it.
 
 pub mod explain;
+pub mod launch;
 pub mod memory;
 pub mod observed;
 pub mod placement;
@@ -16,6 +18,7 @@ pub mod reconcile;
 pub mod replicas;
 pub mod sessions;
 pub mod snapshot;
+pub mod world;
 
 #[cfg(test)]
 mod tests;

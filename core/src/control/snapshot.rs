@@ -73,6 +73,12 @@ pub struct Node {
     /// Default `ready`.
     #[serde(default)]
     pub state: NodeState,
+    /// Why nothing goes there although it is ready, such as an inventory that can't be read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+    /// Engines that its agent may start; absent: not known, so none is refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engines: Option<Vec<String>>,
     /// What the operator says about it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,

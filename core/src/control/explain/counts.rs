@@ -66,7 +66,7 @@ const NO_NODES: &str = "no_nodes";
 type Refused<'a> = (&'a String, &'a Vec<Reason>);
 
 impl ProfileAnswer {
-    pub(super) fn of(attempt: &Attempt) -> ProfileAnswer {
+    pub fn of(attempt: &Attempt) -> ProfileAnswer {
         let asked = attempt.need.to_string();
         let mut considered: Vec<Refused<'_>> = attempt
             .refused
@@ -110,6 +110,7 @@ fn hopeless(reasons: &[Reason]) -> bool {
 fn effort(reasons: &[Reason]) -> u8 {
     let by_hand = [
         code::NODE_STATE,
+        code::ENGINE,
         code::UNHEALTHY,
         code::GPUS_HELD,
         code::POLICY_ERROR,

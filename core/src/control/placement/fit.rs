@@ -45,6 +45,15 @@ pub(super) fn fit<'a>(need: &Need, node: &'a Node) -> Fit<'a> {
             format!("to be ready (it is {state})"),
         ));
     }
+    if let Some(problem) = &node.problem {
+        fit.reasons.push(Reason::new(
+            code::NODE_STATE,
+            problem.clone(),
+            problem.clone(),
+            format!("to be sound ({problem})"),
+        ));
+    }
+    fit.reasons.extend(not_allowed(need, node));
     if need.gpus > 0 {
         gpus(need, node, &mut fit);
     }
@@ -58,6 +67,24 @@ pub(super) fn fit<'a>(need: &Need, node: &'a Node) -> Fit<'a> {
         ));
     }
     fit
+}
+
+/// The agent starts only what its own configuration lists.
+fn not_allowed(need: &Need, node: &Node) -> Option<Reason> {
+    let engines = node.engines.as_ref()?;
+    let engine = &need.engine;
+    (!engines.contains(engine)).then(|| {
+        let listed = match engines.is_empty() {
+            true => "none".to_owned(),
+            false => engines.join(", "),
+        };
+        Reason::new(
+            code::ENGINE,
+            format!("its agent.yaml lists no engine `{engine}` (it lists {listed})"),
+            format!("no {engine} in its agent.yaml"),
+            format!("`{engine}` under `engines` of its agent.yaml"),
+        )
+    })
 }
 
 fn cores_and_memory(need: &Need, node: &Node) -> Vec<Reason> {

@@ -6,6 +6,8 @@ use serde::{Serialize, Serializer};
 pub mod code {
     /// The node takes nothing new, or is out of reach.
     pub const NODE_STATE: &str = "node_state";
+    /// The node's agent may not start the engine.
+    pub const ENGINE: &str = "engine";
     /// The node has no GPU at all; such nodes are counted apart.
     pub const NO_GPU: &str = "no_gpu";
     /// The node's GPUs are of another class.
@@ -31,8 +33,9 @@ pub mod code {
     /// The policy's filter failed.
     pub const POLICY_ERROR: &str = llmgw_plugins::POLICY_ERROR;
     /// All of the above.
-    pub const ALL: [&str; 13] = [
+    pub const ALL: [&str; 14] = [
         NODE_STATE,
+        ENGINE,
         NO_GPU,
         GPU_CLASS,
         GPU_COUNT,
