@@ -14,6 +14,8 @@ use crate::routing::replica::Replica;
 
 /// How long a request waits for the first probe of a replica that was just configured.
 const FIRST_PROBE_WAIT: Duration = Duration::from_secs(3);
+/// For agents to say what runs after the server's start. The recovery ends long before, unless it is configured to be long.
+const RECOVERY_WAIT_MAX: Duration = Duration::from_secs(60);
 /// How long a request that has waited for its turn goes on waiting when the last replica takes nothing any more: an engine that failed three
 /// times in a row is tried again after a second.
 const REPLICAS_GONE_WAIT: Duration = Duration::from_secs(10);
@@ -66,6 +68,7 @@ async fn probed(job: &mut Job, tried: &[Arc<str>], wait: &mut Wait) -> Result<Ch
             Err(unavailable) => unavailable,
         };
         let most = match wait.place {
+            _ if unavailable.recovering => RECOVERY_WAIT_MAX,
             Some(_) => REPLICAS_GONE_WAIT.min(wait.left(job)),
             None if unavailable.undecided => FIRST_PROBE_WAIT,
             None => Duration::ZERO,
@@ -184,6 +187,7 @@ impl Wait {
                 reason: format!("{}: it left while the request waited for it", replica.id),
                 retry_in: Duration::from_secs(1),
                 undecided: false,
+                recovering: false,
             };
             return Err(no_replica(job, unavailable));
         }

@@ -1,9 +1,10 @@
 //! The pools of all models, and how a new configuration becomes a new fleet without losing what still holds.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
-use foldhash::HashMap;
+use foldhash::{HashMap, HashSet};
 use llmgw_plugins::Policies;
 
 use super::pool::{Pool, Shared};
@@ -13,6 +14,9 @@ use crate::config::{Config, Endpoint, Model};
 use crate::flow::slots::Slots;
 use crate::flow::turns::LaneId;
 use crate::telemetry::metrics::Metrics;
+
+/// Endpoints of replicas that the control plane started, by model.
+pub type Started = BTreeMap<String, Vec<Endpoint>>;
 
 /// The pools by the models' catalog names.
 #[derive(Default)]
@@ -26,11 +30,12 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Builds the fleet of a configuration. A replica whose endpoint and names are unchanged goes on as it is,
+    /// Builds the fleet of a configuration, with the endpoints of replicas that are started for it, by model. A replica whose endpoint and names are unchanged goes on as it is,
     /// with its connections, its counters and what it learned; one that left is retired, and requests on it end
     /// in their own time.
     pub fn build(
         config: &Config,
+        started: &Started,
         before: &Fleet,
         metrics: &Metrics,
         policies: &Arc<Policies>,
@@ -39,7 +44,7 @@ impl Fleet {
         let mut pools = HashMap::default();
         let mut slots = before.slots.clone();
         slots.retain(|_, slots| slots.strong_count() > 0);
-        let limits = slot_limits(config);
+        let limits = slot_limits(config, started);
         for model in &config.catalog.models {
             let old = before.pools.get(&model.name);
             let keep = (before.connect_timeout == connect_timeout)
@@ -50,9 +55,7 @@ impl Fleet {
                 || Shared::new(policies.current().bands_at_load()),
                 |old| old.shared(),
             );
-            let replicas: Vec<Arc<Replica>> = model
-                .endpoints
-                .iter()
+            let replicas: Vec<Arc<Replica>> = endpoints(model, started)
                 .map(|endpoint| {
                     let names = names(model, endpoint);
                     let id = Replica::id(endpoint);
@@ -114,6 +117,12 @@ impl Fleet {
         }
     }
 
+    /// Requests on an engine, also on one that has left.
+    pub fn requests(&self, id: &str) -> u32 {
+        let slots = self.slots.get(id).and_then(Weak::upgrade);
+        slots.map_or(0, |slots| slots.inflight())
+    }
+
     fn retire_missing(&self, before: &Fleet) {
         for (name, old) in &before.pools {
             let now = self.pools.get(name);
@@ -130,11 +139,24 @@ impl Fleet {
     }
 }
 
+/// Those that are configured, then those that are started. A model without profiles has only the former.
+fn endpoints<'a>(model: &'a Model, started: &'a Started) -> impl Iterator<Item = &'a Endpoint> {
+    let started = started
+        .get(&*model.name)
+        .filter(|_| !model.profiles.is_empty());
+    let mut seen = HashSet::default();
+    model
+        .endpoints
+        .iter()
+        .chain(started.into_iter().flatten())
+        .filter(move |endpoint| seen.insert(Replica::id(endpoint)))
+}
+
 /// The slots of each engine, by the replicas' id: the fewest that one of its endpoints says.
-fn slot_limits(config: &Config) -> HashMap<Arc<str>, Option<u32>> {
+fn slot_limits(config: &Config, started: &Started) -> HashMap<Arc<str>, Option<u32>> {
     let mut limits: HashMap<Arc<str>, Option<u32>> = HashMap::default();
     let models = config.catalog.models.iter();
-    for endpoint in models.flat_map(|model| &model.endpoints) {
+    for endpoint in models.flat_map(|model| endpoints(model, started)) {
         let limit = limits.entry(Replica::id(endpoint)).or_default();
         *limit = match (*limit, endpoint.slots) {
             (Some(known), Some(slots)) => Some(known.min(slots)),

@@ -10,6 +10,7 @@ use llmgw_plugins::{
 };
 
 use super::learned::{OutputLength, TokenRatio};
+use super::outlook::Outlook;
 use super::prefix::{PREFIX_INDEX_MAX_BLOCKS, PrefixIndex, PromptHashes, ReplicaSlot};
 use super::replica::{Admitted, KV_FRESH_MS, Readiness, Replica, Standing};
 use super::score::{self, Ask, Candidate};
@@ -78,6 +79,8 @@ pub struct Unavailable {
     pub retry_in: Duration,
     /// A replica's first probe or its trial is under way, and may change everything.
     pub undecided: bool,
+    /// The server has only just started: its agents may still say that the model runs.
+    pub recovering: bool,
 }
 
 /// What a model's requests taught; shared by the pools of one model over reloads.
@@ -118,6 +121,8 @@ pub struct Pool {
     pub weights: Arc<ArcSwap<RoutingWeights>>,
     /// Who waits for a replica, and who goes next.
     pub queues: Arc<Queues>,
+    /// What the control plane says of replicas that are not there.
+    pub outlook: Arc<ArcSwap<Outlook>>,
 }
 
 impl Pool {
@@ -135,6 +140,7 @@ impl Pool {
             lessons: shared.lessons,
             weights: shared.weights,
             queues: shared.queues,
+            outlook: shared.outlook,
         }
     }
 
@@ -144,6 +150,15 @@ impl Pool {
             lessons: self.lessons.clone(),
             weights: self.weights.clone(),
             queues: self.queues.clone(),
+            outlook: self.outlook.clone(),
+        }
+    }
+
+    /// What to expect from now on. Those who wait for a replica look again where that changes.
+    pub fn expect(&self, outlook: Outlook) {
+        if **self.outlook.load() != outlook {
+            self.outlook.store(Arc::new(outlook));
+            self.queues.changed.notify_waiters();
         }
     }
 
@@ -212,7 +227,7 @@ impl Pool {
                 }
                 refusals.on_trial(replica);
             }
-            return Err(refusals.into_unavailable(&self.model.name));
+            return Err(refusals.into_unavailable(&self.model, &self.outlook.load()));
         };
         let (index, reason) = match self.rank(asked, &open, &candidates, choice.index, set, request)
         {
@@ -389,6 +404,7 @@ pub struct Shared {
     pub lessons: Arc<Mutex<Lessons>>,
     pub weights: Arc<ArcSwap<RoutingWeights>>,
     pub queues: Arc<Queues>,
+    pub outlook: Arc<ArcSwap<Outlook>>,
 }
 
 impl Shared {
@@ -399,6 +415,7 @@ impl Shared {
             lessons: Arc::default(),
             weights: Arc::default(),
             queues: Queues::new(bands),
+            outlook: Arc::default(),
         }
     }
 }
@@ -431,7 +448,7 @@ impl Refusals {
         self.add(format!("{}: being tried again", replica.id), 1_000);
     }
 
-    fn into_unavailable(mut self, model: &str) -> Unavailable {
+    fn into_unavailable(mut self, model: &Model, outlook: &Outlook) -> Unavailable {
         if self.more > 0 {
             self.reasons.push(format!("and {} more", self.more));
         }
@@ -441,15 +458,19 @@ impl Refusals {
         if self.unprobed {
             self.reasons.push("some were not probed yet".to_string());
         }
-        if self.reasons.is_empty() {
-            self.reasons.push(format!(
-                "`{model}` has no endpoints, and this version places no replicas for its profiles"
-            ));
+        // An empty list is a model whose replicas are all still to come.
+        if self.reasons.is_empty() || (outlook.recovering && !model.profiles.is_empty()) {
+            let reason = match outlook.reason.is_empty() {
+                true => "this server starts no replicas: it does not listen to `agents`",
+                false => &outlook.reason,
+            };
+            self.reasons.insert(0, reason.to_owned());
         }
         Unavailable {
             reason: self.reasons.join("; "),
             retry_in: Duration::from_millis(self.retry_in_ms.unwrap_or(1_000)),
             undecided: self.unprobed || self.on_trial,
+            recovering: outlook.recovering && !model.profiles.is_empty(),
         }
     }
 }

@@ -1,0 +1,10 @@
+//! Why a model has no replica at this moment, as its requests are told it.
+
+/// What to expect of a model whose replicas the server starts itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outlook {
+    /// The server has only just started, and agents still have to say what runs: a request does better to wait.
+    pub recovering: bool,
+    /// One sentence without a period; empty where nothing is known.
+    pub reason: String,
+}
