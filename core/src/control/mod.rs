@@ -7,8 +7,10 @@
 //! - [`replicas`]: the replicas in what agents said. [`memory`]: what is remembered beside it: starts, who leaves, failures.
 //! - [`reconcile`]: (desired, observed, memory) in, actions out.
 //! - [`world`]: what agents said as a snapshot. [`launch`]: a decision as a shard, through its engine's plugin.
+//! - [`controller`]: the task that looks at the fleet, decides by the parts above, and sends commands.
 //! - [`explain`]: a decision for people: why does it not run, and what would make it.
 
+pub mod controller;
 pub mod explain;
 pub mod launch;
 pub mod memory;

@@ -42,8 +42,12 @@ pub fn snapshot(
             .filter(|replica| replica.key.node == *id)
             .collect();
         let mut node = node(seen, &mine, &mut uuids);
-        if seen.session.is_some() && memory.drains(id, seen.draining) {
-            node.state = NodeState::Draining;
+        // What an operator ordered holds before the node says so itself.
+        if seen.session.is_some() {
+            node.state = match memory.drains(id, seen.draining) {
+                true => NodeState::Draining,
+                false => NodeState::Ready,
+            };
         }
         snapshot.nodes.insert(id.clone(), node);
     }

@@ -1,5 +1,6 @@
 //! `llmgw server`: reads the configuration, opens the addresses, serves until it is told to stop.
 
+mod fleet;
 pub mod reload;
 pub mod report;
 pub mod signals;

@@ -130,6 +130,8 @@ pub struct EngineCommand {
     pub sidecar: bool,
 }
 
+/// Calls of a hook that is late each time.
+const ATTEMPTS_MAX: u32 = 3;
 /// Processes of one shard.
 const COMMANDS_MAX: usize = 16;
 /// Arguments, or variables, of one process.
@@ -154,7 +156,7 @@ impl PolicySet {
         if !plugin.validates {
             return Vec::new();
         }
-        self.run(|vm| validate(vm, engine, profile, model))
+        self.run_again(|vm| validate(vm, engine, profile, model))
             .unwrap_or_else(|fault| {
                 self.note(Hook::EngineValidate, &fault);
                 vec![format!("the engine plugin failed: {fault}")]
@@ -173,8 +175,21 @@ impl PolicySet {
                 format!("engine '{engine}' has no plugin with `commands`"),
             ));
         };
-        self.run(|vm| commands(vm, plugin, shard))
+        self.run_again(|vm| commands(vm, plugin, shard))
             .inspect_err(|fault| self.note(Hook::EngineCommands, fault))
+    }
+
+    /// These hooks are rare and decide much, and nobody waits for them: one that was late is asked again. Its file is loaded within its
+    /// first call on a thread, and a busy machine may be to blame.
+    fn run_again<R>(&self, work: impl Fn(&mut Vm) -> Result<R, Fault>) -> Result<R, Fault> {
+        let mut answer = self.run(&work);
+        for _ in 1..ATTEMPTS_MAX {
+            match &answer {
+                Err(fault) if fault.kind == ErrorKind::Budget => answer = self.run(&work),
+                _ => break,
+            }
+        }
+        answer
     }
 
     /// Whether this shard serves HTTP. By default rank 0 does.

@@ -1,0 +1,500 @@
+//! What operators ask and order: what there is, why something does not run, draining, stopping, and whether a change is meant.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use llmgw_proto::shard::LogLine;
+use serde::Serialize;
+
+use super::{Controller, State, View, placing};
+use crate::config::{Catalog, UtcTime, suggestion};
+use crate::control::explain::{Explanation, explain};
+use crate::control::launch;
+use crate::control::memory::NodeOrder;
+use crate::control::observed::ObservedNode;
+use crate::control::placement::{JobSpec, place};
+use crate::control::reconcile::{Missing, Place, Why, would_stop};
+use crate::control::replicas::{Replica, numbers_taken};
+use crate::control::snapshot::{NodeState, Snapshot};
+use crate::control::world;
+
+/// Why an order or a question came to nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OperatorError {
+    /// There is no such thing; `hint` says what was probably meant.
+    Unknown {
+        noun: &'static str,
+        name: String,
+        hint: String,
+    },
+    /// The model has no profiles, so nothing is started for it.
+    NoProfiles { model: String },
+}
+
+/// A change that would stop so many replicas that it is probably a mistake.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Replicas that would stop, by model.
+    pub stops: BTreeMap<String, usize>,
+    /// Replicas that run.
+    pub of: usize,
+}
+
+/// A node, for people and tools.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NodeReport {
+    pub id: String,
+    pub state: &'static str,
+    /// Why it is absent, what is wrong with it, or what its drain waits for; empty: nothing.
+    pub reason: String,
+    pub address: String,
+    pub agent_version: String,
+    pub labels: BTreeMap<String, String>,
+    pub engines: Vec<String>,
+    pub gpu_class: Option<String>,
+    pub gpus: usize,
+    pub gpus_free: usize,
+    pub cpus: u32,
+    pub cpus_free: u32,
+    pub memory_gib: f64,
+    pub memory_gib_free: f64,
+    pub replicas: Vec<String>,
+    pub last_heard_ms_ago: u64,
+}
+
+/// A replica that the server started, for people and tools.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ReplicaReport {
+    pub id: String,
+    pub model: String,
+    pub profile: String,
+    pub engine: String,
+    pub node: String,
+    pub node_state: &'static str,
+    pub state: &'static str,
+    /// Why it is in this state, or why it leaves; empty: nothing to say.
+    pub reason: String,
+    pub address: Option<String>,
+    pub gpus: Vec<String>,
+    /// The catalog says something else by now.
+    pub outdated: bool,
+}
+
+/// A failure, for people and tools.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct FailureReport {
+    pub replica: String,
+    pub profile: String,
+    pub node: Option<String>,
+    pub ms_ago: u64,
+    pub reason: String,
+    pub lines: Vec<LogLine>,
+}
+
+/// Everything about one model.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ModelExplanation {
+    pub replicas: Vec<ReplicaReport>,
+    /// The latest one first.
+    pub failures: Vec<FailureReport>,
+    /// Until the next attempt after a failure.
+    pub waits_ms: u64,
+    /// Profiles that can't be started at all, each with what is wrong.
+    pub problems: BTreeMap<String, Vec<String>>,
+    /// None where no profile can be started.
+    pub decision: Option<Explanation>,
+    pub recovering: bool,
+}
+
+/// Lines of a failure that the text shows.
+const LINES_SHOWN_MAX: usize = 5;
+
+impl Controller {
+    // Orders.
+
+    /// Takes a node out of use: its replicas are replaced first, then leave. With a limit they leave then at the latest, with `force` at once.
+    pub fn drain(
+        &self,
+        node: &str,
+        timeout: Option<Duration>,
+        force: bool,
+    ) -> Result<String, OperatorError> {
+        let timeout_ms = timeout.map(|timeout| timeout.as_millis() as u64);
+        self.order(node, true, timeout_ms, force)
+    }
+
+    /// Puts a node back into use.
+    pub fn undrain(&self, node: &str) -> Result<String, OperatorError> {
+        self.order(node, false, None, false)
+    }
+
+    fn order(
+        &self,
+        id: &str,
+        draining: bool,
+        timeout_ms: Option<u64>,
+        force: bool,
+    ) -> Result<String, OperatorError> {
+        let view = self.view();
+        let mut state = self.lock();
+        let Some(node) = view.observed.nodes.get(id) else {
+            let known = view.observed.nodes.keys().map(String::as_str);
+            return Err(OperatorError::unknown("node", id, known));
+        };
+        let order = NodeOrder {
+            draining,
+            since_ms: view.observed.now_ms,
+            timeout_ms,
+            force,
+            is_confirmed: false,
+        };
+        state.memory.order(id, order);
+        let on_node = |replica: &Replica| replica.key.node == id;
+        let replicas = Replica::all(&view.observed, &state.memory);
+        let count = replicas.into_iter().filter(on_node).count();
+        drop(state);
+        self.wake();
+        let later = match node.session {
+            Some(_) => "",
+            None => "; it is not connected, and hears of it when it is",
+        };
+        Ok(match draining {
+            true => format!("{id} is taken out of use, {count} replicas leave it{later}"),
+            false => format!("{id} is put back into use{later}"),
+        })
+    }
+
+    /// Stops a replica; one more is wanted then, and placed.
+    pub fn stop(&self, replica: &str, force: bool) -> Result<String, OperatorError> {
+        let view = self.view();
+        let mut state = self.lock();
+        let all = Replica::all(&view.observed, &state.memory);
+        let meant: Vec<&Replica> = all
+            .iter()
+            .filter(|known| known.spec.replica == replica)
+            .collect();
+        if meant.is_empty() {
+            let known = all.iter().map(|known| known.spec.replica.as_str());
+            return Err(OperatorError::unknown("replica", replica, known));
+        }
+        for known in &meant {
+            let now_ms = view.observed.now_ms;
+            state.memory.leave(&known.key, Why::Operator, force, now_ms);
+        }
+        drop(state);
+        self.wake();
+        Ok(format!("{replica} leaves"))
+    }
+
+    // Questions.
+
+    /// The change is so large that an operator has to confirm it.
+    pub fn held(&self, after: &Catalog) -> Option<Held> {
+        let view = self.view();
+        let state = self.lock();
+        let after = launch::desired(after);
+        let (stops, of) = would_stop(&after, &view.observed, &state.memory);
+        let number: usize = stops.values().sum();
+        (number * 2 > of).then_some(Held { stops, of })
+    }
+
+    /// The fleet as policies see it.
+    pub fn snapshot(&self) -> Snapshot {
+        let view = self.view();
+        let state = self.lock();
+        let catalog = &view.config.catalog;
+        world::snapshot(catalog, &view.observed, &state.memory, UtcTime::now())
+    }
+
+    /// The node and the shard that hold a rank of a replica.
+    pub fn shard_of(&self, replica: &str, rank: u32) -> Result<(String, String), OperatorError> {
+        let view = self.view();
+        let mut known = Vec::new();
+        for (id, node) in &view.observed.nodes {
+            for shard in node.shards.values() {
+                if shard.spec.replica == replica && shard.spec.rank == rank {
+                    return Ok((id.clone(), shard.spec.shard.clone()));
+                }
+                known.push(shard.spec.replica.as_str());
+            }
+        }
+        Err(OperatorError::unknown(
+            "replica",
+            replica,
+            known.into_iter(),
+        ))
+    }
+
+    pub fn nodes(&self) -> Vec<NodeReport> {
+        let fleet = self.snapshot();
+        let view = self.view();
+        let state = self.lock();
+        let replicas = Replica::all(&view.observed, &state.memory);
+        view.observed
+            .nodes
+            .iter()
+            .map(|(id, seen)| node_report(id, seen, &fleet, &replicas, &state, &view))
+            .collect()
+    }
+
+    pub fn replicas(&self) -> Vec<ReplicaReport> {
+        let view = self.view();
+        let state = self.lock();
+        Replica::all(&view.observed, &state.memory)
+            .iter()
+            .map(|replica| replica_report(replica, &state, &view))
+            .collect()
+    }
+
+    /// Why a model does or does not run, and what would make it.
+    pub fn explain(&self, name: &str) -> Result<ModelExplanation, OperatorError> {
+        let view = self.view();
+        let state = self.lock();
+        let catalog = &view.config.catalog;
+        let Some(model) = catalog.models.iter().find(|model| *model.name == *name) else {
+            let known = catalog.models.iter().map(|model| &*model.name);
+            return Err(OperatorError::unknown("model", name, known));
+        };
+        if model.profiles.is_empty() {
+            let model = name.to_owned();
+            return Err(OperatorError::NoProfiles { model });
+        }
+        let taken = numbers_taken(&view.observed, &state.memory, name);
+        let wanted = Place {
+            model: name.to_owned(),
+            number: (0..).find(|number| !taken.contains(number)).unwrap_or(0),
+            avoid: state.memory.avoid(name),
+            why: Missing::TooFew,
+        };
+        let decision = placing::job(&view, model, &wanted).ok().map(|job| {
+            let fleet = world::snapshot(catalog, &view.observed, &state.memory, UtcTime::now());
+            let set = &view.set;
+            let mut decide =
+                |fleet: &Snapshot, job: &JobSpec| place(fleet, job, &mut set.decision());
+            let decision = decide(&fleet, &job);
+            explain(&fleet, &job, decision, Some(set.generation()), &mut decide)
+        });
+        let problems = model.profiles.iter().filter_map(|profile| {
+            let problems = launch::problems(&view.set, model, profile);
+            (!problems.is_empty()).then(|| (profile.name.to_string(), problems))
+        });
+        let replicas = Replica::all(&view.observed, &state.memory);
+        let mine = replicas.iter().filter(|replica| replica.model() == name);
+        Ok(ModelExplanation {
+            replicas: mine
+                .map(|replica| replica_report(replica, &state, &view))
+                .collect(),
+            failures: failures(&state, &view, name),
+            waits_ms: state.memory.failures(name).map_or(0, |failures| {
+                failures.not_before_ms.saturating_sub(view.observed.now_ms)
+            }),
+            problems: problems.collect(),
+            decision,
+            recovering: view.observed.recovering,
+        })
+    }
+}
+
+fn failures(state: &State, view: &View, model: &str) -> Vec<FailureReport> {
+    let Some(failures) = state.memory.failures(model) else {
+        return Vec::new();
+    };
+    let report = |failure: &crate::control::memory::Failure| FailureReport {
+        replica: failure.replica.clone(),
+        profile: failure.profile.clone(),
+        node: failure.node.clone(),
+        ms_ago: view.observed.now_ms.saturating_sub(failure.at_ms),
+        reason: failure.reason.clone(),
+        lines: failure.lines.clone(),
+    };
+    failures.kept.iter().rev().map(report).collect()
+}
+
+fn node_report(
+    id: &str,
+    seen: &ObservedNode,
+    fleet: &Snapshot,
+    replicas: &[Replica],
+    state: &State,
+    view: &View,
+) -> NodeReport {
+    let node = fleet.nodes.get(id).cloned().unwrap_or_default();
+    let mine: Vec<&Replica> = replicas
+        .iter()
+        .filter(|replica| replica.key.node == id)
+        .collect();
+    let is_draining = node.state == NodeState::Draining;
+    let reason = match (&seen.absence, &node.problem) {
+        (Some(absence), _) => absence.cause.to_string(),
+        (None, Some(problem)) => problem.clone(),
+        (None, None) if is_draining && mine.is_empty() => "it is empty".to_owned(),
+        (None, None) if is_draining => drain_reason(&mine, state),
+        (None, None) => String::new(),
+    };
+    NodeReport {
+        id: id.to_owned(),
+        state: node.state.as_str(),
+        reason,
+        address: seen.advertise.clone(),
+        agent_version: seen.agent_version.clone(),
+        labels: seen.labels.clone(),
+        engines: seen.engines.clone(),
+        gpu_class: node.gpus.first().map(|gpu| gpu.class.clone()),
+        gpus: node.gpus.len(),
+        gpus_free: node.gpus.iter().filter(|gpu| gpu.free()).count(),
+        cpus: node.cpus,
+        cpus_free: node.cpus_free,
+        memory_gib: node.memory_gib,
+        memory_gib_free: node.memory_gib_free,
+        replicas: mine
+            .iter()
+            .map(|replica| replica.spec.replica.clone())
+            .collect(),
+        last_heard_ms_ago: view.observed.now_ms.saturating_sub(seen.last_heard_ms),
+    }
+}
+
+/// What a drain waits for: the replacements that have no place, or else the replicas that still leave.
+fn drain_reason(replicas: &[&Replica], state: &State) -> String {
+    let stuck = replicas
+        .iter()
+        .find_map(|replica| Some((replica, state.unplaced.get(replica.model())?)));
+    match stuck {
+        Some((replica, unplaced)) => format!(
+            "waits for a replacement of {}: {} (`--timeout` and `--force` do not wait)",
+            replica.spec.replica, unplaced.reason
+        ),
+        None => format!("waits for {} replicas", replicas.len()),
+    }
+}
+
+fn replica_report(replica: &Replica, state: &State, view: &View) -> ReplicaReport {
+    let spec = &replica.spec;
+    let leaving = state.memory.leaving(&replica.key);
+    let said = view
+        .observed
+        .nodes
+        .get(&replica.key.node)
+        .and_then(|node| node.shards.get(&replica.key.shard))
+        .map(|shard| shard.status.reason.clone());
+    let reason = match leaving {
+        Some(leaving) => format!("leaves: {}", leaving.why),
+        None if replica.is_only_sent => "its agent has not confirmed it yet".to_owned(),
+        None => said.unwrap_or_default(),
+    };
+    let wanted = state.desired.models.get(replica.model());
+    let current = wanted.and_then(|wanted| wanted.definitions.get(&spec.profile));
+    ReplicaReport {
+        id: spec.replica.clone(),
+        model: spec.model.clone(),
+        profile: spec.profile.clone(),
+        engine: spec.engine.clone(),
+        node: replica.key.node.clone(),
+        node_state: replica.node_state.as_str(),
+        state: replica.state.as_str(),
+        reason,
+        address: spec.address(),
+        gpus: spec.gpus.clone(),
+        outdated: current != Some(&spec.definition),
+    }
+}
+
+impl OperatorError {
+    fn unknown<'a>(
+        noun: &'static str,
+        name: &str,
+        known: impl Iterator<Item = &'a str>,
+    ) -> OperatorError {
+        let known: Vec<&str> = known.collect();
+        let hint = match known.is_empty() {
+            true => "there is none".to_owned(),
+            false => suggestion(name, &known),
+        };
+        OperatorError::Unknown {
+            noun,
+            name: name.to_owned(),
+            hint,
+        }
+    }
+}
+
+impl fmt::Display for OperatorError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            OperatorError::Unknown { noun, name, hint } => {
+                write!(f, "there is no {noun} `{name}`; {hint}")
+            }
+            OperatorError::NoProfiles { model } => write!(
+                f,
+                "`{model}` has no profiles: its endpoints are configured, and nothing is started for it"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for OperatorError {}
+
+impl fmt::Display for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stops: usize = self.stops.values().sum();
+        let models = self.stops.iter();
+        let models: Vec<String> = models
+            .map(|(model, number)| format!("{model}: {number}"))
+            .collect();
+        write!(
+            f,
+            "the change would stop {stops} of {} running replicas ({}), so it is held; `llmgw ctl reload --confirm` puts it in force",
+            self.of,
+            models.join(", ")
+        )
+    }
+}
+
+/// The placement's own text, with what is known beside it.
+impl fmt::Display for ModelExplanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(decision) = &self.decision {
+            write!(f, "{decision}")?;
+        }
+        if self.recovering {
+            writeln!(
+                f,
+                "note     the server has only just started: nothing is placed yet"
+            )?;
+        }
+        for (profile, problems) in &self.problems {
+            writeln!(f, "wrong    profile {profile}: {}", problems.join("; "))?;
+        }
+        for replica in &self.replicas {
+            let reason = match replica.reason.is_empty() {
+                true => String::new(),
+                false => format!(" ({})", replica.reason),
+            };
+            let (id, state, node) = (&replica.id, replica.state, &replica.node);
+            writeln!(f, "replica  {id} is {state} on {node}{reason}")?;
+        }
+        for failure in &self.failures {
+            let place = failure.node.as_ref();
+            let place = place.map_or_else(String::new, |node| format!(" on {node}"));
+            let (replica, seconds) = (&failure.replica, failure.ms_ago / 1_000);
+            writeln!(
+                f,
+                "failed   {replica}{place} {seconds} s ago: {}",
+                failure.reason
+            )?;
+            let from = failure.lines.len().saturating_sub(LINES_SHOWN_MAX);
+            for line in &failure.lines[from..] {
+                writeln!(f, "         | {}", line.text)?;
+            }
+        }
+        match self.waits_ms {
+            0 => Ok(()),
+            ms => writeln!(
+                f,
+                "waits    {} s until the next attempt",
+                ms.div_ceil(1_000)
+            ),
+        }
+    }
+}

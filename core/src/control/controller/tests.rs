@@ -1,0 +1,371 @@
+//! A replica's whole life, over a fleet in memory: what agents are told, what they run, and what is in the pool meanwhile.
+
+use llmgw_proto::shard::{API_KEY_PLACE, ShardState};
+
+use self::fleet::{Fleet, LOST_AFTER_S, RECOVERY_S, lock, parse};
+use super::OperatorError;
+
+mod fleet;
+
+const ONE: &str =
+    "[{name: m, source: m.gguf, profiles: [{name: p, engine: llamacpp, cpus: 4, slots: 2}]}]";
+const TWO: &str = "[{name: m, source: m.gguf, replicas: 2, profiles: [{name: p, engine: llamacpp, cpus: 4, slots: 2}]}]";
+const CHANGED: &str =
+    "[{name: m, source: m.gguf, profiles: [{name: p, engine: llamacpp, cpus: 4, slots: 3}]}]";
+const FIRST: &str = "10.0.0.1:21000";
+const SECOND: &str = "10.0.0.2:21000";
+
+/// One replica, ready on `a`.
+fn one() -> Fleet {
+    let mut fleet = Fleet::new(&["a", "b"], ONE);
+    fleet.ready("m/0");
+    fleet.log();
+    fleet
+}
+
+#[test]
+fn a_catalog_entry_becomes_a_ready_endpoint() {
+    let mut fleet = Fleet::new(&["a"], ONE);
+    assert_eq!(fleet.running(), ["m/0 on a: loading"]);
+    assert_eq!(fleet.log(), ["a: start m/0/0"]);
+    assert!(fleet.pool().is_empty());
+    assert_eq!(fleet.outlook().reason, "1 replica is starting");
+    fleet.ready("m/0");
+    assert_eq!(fleet.pool(), [FIRST]);
+    let spec = fleet.spec("m/0");
+    let served = lock(&fleet.rest.served).clone();
+    let endpoint = &served["m"][0];
+    let key = endpoint.api_key.as_ref().map(|key| key.expose().to_owned());
+    assert_eq!(
+        key.as_deref(),
+        spec.api_key.as_ref().map(|key| key.expose())
+    );
+    assert!(key.is_some_and(|key| key.len() == 64));
+    assert_eq!(
+        (endpoint.slots, endpoint.serves.as_deref()),
+        (Some(2), Some("m"))
+    );
+    assert_eq!(spec.commands[0].env["LLAMA_API_KEY"], API_KEY_PLACE);
+    fleet.pass(60);
+    assert_eq!(
+        fleet.log(),
+        ["pool of 1"],
+        "all is as declared, so nothing is said"
+    );
+}
+
+#[test]
+fn before_the_recovery_is_over_nothing_is_placed_and_requests_are_told_to_wait() {
+    let mut fleet = one();
+    fleet.restart_server();
+    fleet.pass(1);
+    assert!(fleet.outlook().recovering);
+    fleet.pass(RECOVERY_S);
+    assert!(!fleet.outlook().recovering);
+    assert_eq!(fleet.outlook().reason, "no node has registered");
+    assert!(fleet.log().is_empty());
+}
+
+#[test]
+fn replicas_spread_and_get_ports_and_gpus_of_their_own() {
+    let mut fleet = Fleet::new(&["a", "b"], TWO);
+    assert_eq!(fleet.running(), ["m/0 on a: loading", "m/1 on b: loading"]);
+    let packed = "[{name: m, replicas: 2, profiles: [{name: p, engine: vllm, gpu: h100-sxm-80g}]}]";
+    fleet = Fleet::new(&["a"], packed);
+    let (one, two) = (fleet.spec("m/0"), fleet.spec("m/1"));
+    assert_eq!((&*one.ports, &*two.ports), (&[21_000][..], &[21_001][..]));
+    assert_ne!(one.gpus, two.gpus);
+    assert_eq!((one.gpus.len(), two.gpus.len()), (1, 1));
+    assert_ne!(one.api_key, two.api_key);
+}
+
+#[test]
+fn an_engine_that_fails_is_tried_elsewhere_after_a_while_and_says_why() {
+    let mut fleet = one();
+    fleet.fail("m/0");
+    assert!(fleet.pool().is_empty());
+    assert_eq!(
+        fleet.running(),
+        Vec::<String>::new(),
+        "its failure is cleared"
+    );
+    let outlook = fleet.outlook().reason;
+    assert_eq!(
+        outlook,
+        "m/0 failed on a (exited: it exited with status 1) and is tried again in a while"
+    );
+    fleet.pass(4);
+    assert_eq!(fleet.running(), Vec::<String>::new());
+    fleet.pass(1);
+    assert_eq!(fleet.running(), ["m/0 on b: loading"]);
+    fleet.fail("m/0");
+    fleet.pass(9);
+    assert_eq!(
+        fleet.running(),
+        Vec::<String>::new(),
+        "the second wait is 10 s"
+    );
+    fleet.pass(1);
+    assert_eq!(fleet.running().len(), 1);
+    let explained = fleet.controller.explain("m").expect("it has profiles");
+    let text = explained.to_string();
+    assert!(
+        text.contains("failed   m/0 on b 10 s ago: exited"),
+        "{text}"
+    );
+    assert!(text.contains("| out of memory"), "{text}");
+    assert_eq!(explained.failures.len(), 2);
+}
+
+#[test]
+fn a_port_that_somebody_has_is_left_alone_at_once() {
+    let mut fleet = Fleet::new(&["a"], ONE);
+    fleet.becomes(
+        "m/0",
+        ShardState::Failed,
+        "port_taken: 21000 is used by pid 7",
+    );
+    assert_eq!(fleet.running(), ["m/1 on a: loading"]);
+    assert_eq!(fleet.spec("m/1").ports, [21_001]);
+}
+
+#[test]
+fn a_lost_node_is_replaced_and_has_nothing_too_much_when_it_comes_back() {
+    let mut fleet = one();
+    fleet.cut("a");
+    fleet.pass(LOST_AFTER_S - 1);
+    assert_eq!(fleet.pool(), [FIRST], "its engine may serve on");
+    assert_eq!(fleet.running(), ["m/0 on a: ready"]);
+    fleet.pass(1);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: loading"]);
+    assert!(fleet.pool().is_empty());
+    fleet.ready("m/1");
+    fleet.join("a");
+    fleet.pass(2);
+    assert_eq!(
+        fleet.running(),
+        ["m/0 on a: ready"],
+        "one of them is enough"
+    );
+    assert_eq!(fleet.pool(), [FIRST]);
+}
+
+#[test]
+fn a_server_that_restarts_rebuilds_from_reports_and_starts_no_second_copy() {
+    let mut fleet = one();
+    fleet.restart_server();
+    fleet.join("a");
+    fleet.look();
+    assert_eq!(
+        fleet.pool(),
+        [FIRST],
+        "it serves also while others still report"
+    );
+    fleet.join("b");
+    fleet.pass(RECOVERY_S + 5);
+    assert_eq!(fleet.running(), ["m/0 on a: ready"]);
+    assert_eq!(fleet.log(), ["pool of 1"]);
+}
+
+#[test]
+fn an_agent_that_restarts_changes_nothing() {
+    let mut fleet = one();
+    fleet.leave("a");
+    fleet.pass(5);
+    fleet.join("a");
+    fleet.pass(5);
+    assert_eq!(fleet.log(), Vec::<String>::new());
+    assert_eq!(fleet.pool(), [FIRST]);
+}
+
+#[test]
+fn a_model_that_leaves_the_catalog_is_out_of_the_pool_first_and_ends_with_its_last_request() {
+    let mut fleet = one();
+    lock(&fleet.rest.requests).insert(FIRST.to_owned(), 2);
+    fleet.configure("[]");
+    fleet.look();
+    assert_eq!(fleet.log(), ["pool of 0", "a: Drain m/0/0"]);
+    fleet.pass(100);
+    assert_eq!(fleet.running(), ["m/0 on a: draining"]);
+    lock(&fleet.rest.requests).clear();
+    fleet.pass(1);
+    assert_eq!(fleet.running(), Vec::<String>::new());
+    assert_eq!(
+        fleet.log().last().map(String::as_str),
+        Some("a: Stop m/0/0")
+    );
+}
+
+#[test]
+fn requests_that_do_not_end_are_cut_off_after_the_drain_timeout() {
+    let mut fleet = one();
+    lock(&fleet.rest.requests).insert(FIRST.to_owned(), 1);
+    fleet.configure("[]");
+    fleet.pass(180);
+    assert_eq!(fleet.running(), ["m/0 on a: draining"]);
+    fleet.pass(1);
+    assert_eq!(fleet.running(), Vec::<String>::new());
+}
+
+#[test]
+fn a_changed_profile_rolls_and_the_pool_is_never_empty() {
+    let mut fleet = one();
+    let before = fleet.spec("m/0").definition.clone();
+    fleet.configure(CHANGED);
+    fleet.pass(1);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: loading"]);
+    assert_ne!(fleet.spec("m/1").definition, before);
+    assert_eq!(fleet.pool(), [FIRST]);
+    fleet.ready("m/1");
+    assert_eq!(fleet.pool(), [SECOND]);
+    fleet.pass(3);
+    assert_eq!(fleet.running(), ["m/1 on b: ready"]);
+}
+
+#[test]
+fn a_change_without_room_keeps_what_runs_and_says_so() {
+    let gpus = |slots: u32| {
+        let profile = format!(
+            "{{name: p, engine: vllm, gpu: h100-sxm-80g, gpus_per_node: 2, tensor_parallel: 2, slots: {slots}}}"
+        );
+        format!("[{{name: m, profiles: [{profile}]}}]")
+    };
+    let mut fleet = Fleet::new(&["a"], &gpus(4));
+    fleet.ready("m/0");
+    fleet.configure(&gpus(8));
+    fleet.pass(30);
+    assert_eq!(fleet.running(), ["m/0 on a: ready"]);
+    assert_eq!(fleet.pool(), [FIRST]);
+    let explained = fleet.controller.explain("m").expect("it has profiles");
+    assert!(explained.replicas[0].outdated);
+    assert!(!explained.decision.as_ref().expect("it was asked").placed);
+    let text = explained.to_string();
+    assert!(text.contains("gpus_busy"), "{text}");
+}
+
+#[test]
+fn a_drained_node_is_left_and_used_again_when_it_is_put_back() {
+    let mut fleet = one();
+    let said = fleet
+        .controller
+        .drain("a", None, false)
+        .expect("there is one");
+    assert_eq!(said, "a is taken out of use, 1 replicas leave it");
+    fleet.pass(1);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: loading"]);
+    let nodes = fleet.controller.nodes();
+    assert_eq!(
+        (nodes[0].state, &*nodes[0].reason),
+        ("draining", "waits for 1 replicas")
+    );
+    fleet.ready("m/1");
+    fleet.pass(3);
+    assert_eq!(fleet.running(), ["m/1 on b: ready"]);
+    assert_eq!(fleet.controller.nodes()[0].reason, "it is empty");
+    fleet.controller.undrain("a").expect("there is one");
+    fleet.configure(TWO);
+    fleet.pass(1);
+    assert_eq!(fleet.running(), ["m/0 on a: loading", "m/1 on b: ready"]);
+}
+
+#[test]
+fn a_drain_whose_replacement_has_no_place_says_so_and_waits_for_its_timeout_only() {
+    let mut fleet = Fleet::new(&["a"], ONE);
+    fleet.ready("m/0");
+    let limit = std::time::Duration::from_secs(20);
+    fleet
+        .controller
+        .drain("a", Some(limit), false)
+        .expect("there is one");
+    fleet.pass(19);
+    assert_eq!(fleet.running(), ["m/0 on a: ready"]);
+    let reason = fleet.controller.nodes()[0].reason.clone();
+    let wanted =
+        "waits for a replacement of m/0: no node has a place for it: `node_state` on 1 node";
+    assert!(reason.starts_with(wanted), "{reason}");
+    fleet.pass(1);
+    assert_eq!(fleet.running(), Vec::<String>::new());
+}
+
+#[test]
+fn a_start_that_got_lost_is_repeated_at_the_next_session_and_else_placed_again() {
+    let mut fleet = Fleet::new(&["a"], "[]");
+    fleet.deaf = true;
+    fleet.configure(ONE);
+    fleet.pass(1);
+    assert_eq!(fleet.log(), ["a: start m/0/0"]);
+    fleet.cut("a");
+    fleet.deaf = false;
+    fleet.join("a");
+    fleet.pass(1);
+    assert_eq!(fleet.log(), ["a: start m/0/0"]);
+    assert_eq!(fleet.running(), ["m/0 on a: loading"]);
+
+    let mut fleet = Fleet::new(&["a"], "[]");
+    fleet.deaf = true;
+    fleet.configure(ONE);
+    fleet.pass(10);
+    assert_eq!(fleet.log(), ["a: start m/0/0"]);
+    fleet.deaf = false;
+    fleet.pass(2);
+    assert_eq!(fleet.log(), ["a: start m/0/0"]);
+    assert_eq!(fleet.running(), ["m/0 on a: loading"]);
+}
+
+#[test]
+fn what_has_no_place_is_placed_when_a_node_joins() {
+    let mut fleet = Fleet::new(&[], ONE);
+    assert_eq!(fleet.outlook().reason, "no node has registered");
+    fleet.join("a");
+    fleet.look();
+    assert_eq!(fleet.running(), ["m/0 on a: loading"]);
+}
+
+#[test]
+fn a_profile_that_can_not_be_started_is_named_to_requests_and_operators() {
+    let gang = "[{name: m, profiles: [{name: p, engine: vllm, gpu: h100-sxm-80g, nodes: 2, tensor_parallel: 2}]}]";
+    let fleet = Fleet::new(&["a"], gang);
+    let reason = fleet.outlook().reason;
+    assert!(
+        reason.contains("replicas over several nodes come with multi-node"),
+        "{reason}"
+    );
+    let explained = fleet.controller.explain("m").expect("it has profiles");
+    assert_eq!(explained.problems.len(), 1);
+    assert!(explained.decision.is_none());
+}
+
+#[test]
+fn a_stopped_replica_is_replaced() {
+    let mut fleet = one();
+    fleet.controller.stop("m/0", false).expect("there is one");
+    fleet.pass(3);
+    assert_eq!(fleet.running(), ["m/1 on b: loading"]);
+    let unknown = fleet
+        .controller
+        .stop("m/7", false)
+        .expect_err("there is none");
+    assert!(matches!(
+        unknown,
+        OperatorError::Unknown {
+            noun: "replica",
+            ..
+        }
+    ));
+}
+
+#[test]
+fn a_change_that_would_stop_more_than_half_is_held() {
+    let mut fleet = Fleet::new(&["a", "b"], TWO);
+    fleet.look();
+    let held = |models: &str| fleet.controller.held(&parse(models).catalog);
+    assert_eq!(held(ONE), None, "half of them");
+    assert_eq!(held(CHANGED), None);
+    let gone = held("[]").expect("both would stop");
+    assert_eq!((gone.stops["m"], gone.of), (2, 2));
+    let text = gone.to_string();
+    assert!(
+        text.starts_with("the change would stop 2 of 2 running replicas (m: 2)"),
+        "{text}"
+    );
+}

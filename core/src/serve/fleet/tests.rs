@@ -1,0 +1,147 @@
+//! Replicas that the control plane starts, in the gateway's pools.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use llmgw_plugins::{Policies, PolicyOptions, RequestView};
+
+use crate::config::{self, Config, Endpoint, EngineUrl, Secret};
+use crate::control::controller::Serving;
+use crate::flow::slots::Room;
+use crate::gateway::state::Gateway;
+use crate::routing::fleet::Started;
+use crate::routing::outlook::Outlook;
+use crate::routing::pool::{Asked, Pool, Unavailable};
+use crate::routing::prefix::PromptHashes;
+use crate::telemetry::{Telemetry, log};
+
+// Nothing listens there: what is tested is who is in the pool, not what engines answer.
+const ONE: &str = "127.0.0.1:9";
+const TWO: &str = "127.0.0.2:9";
+const MODELS: &str = "[{name: m, profiles: [{name: p, engine: llamacpp, cpus: 4}]}, \
+                      {name: fixed, endpoints: [{url: 'http://127.0.0.3:9'}]}]";
+
+fn parse(models: &str) -> Config {
+    let text = format!("models: {models}\n");
+    config::parse(Path::new("llmgw.yaml"), text, &|_| None).expect("it is one")
+}
+
+fn gateway() -> Arc<Gateway> {
+    let policies = Policies::open(PolicyOptions::default()).expect("the built-in ones load");
+    let telemetry = Telemetry::start(log::LogFormat::Text);
+    Gateway::new(parse(MODELS), policies, telemetry)
+}
+
+fn endpoint(address: &str, key: &str) -> Endpoint {
+    Endpoint {
+        url: EngineUrl::parse(&format!("http://{address}")).expect("it is one"),
+        engine: "llamacpp".to_owned(),
+        slots: Some(2),
+        api_key: Some(Secret::new(key)),
+        serves: Some("m".to_owned()),
+    }
+}
+
+fn started(endpoints: &[Endpoint]) -> Arc<Started> {
+    Arc::new([("m".to_owned(), endpoints.to_vec())].into())
+}
+
+fn pool(gateway: &Gateway, model: &str) -> Arc<Pool> {
+    gateway
+        .runtime
+        .load()
+        .fleet
+        .pool(model)
+        .expect("it is there")
+        .clone()
+}
+
+fn unavailable(gateway: &Gateway, model: &str) -> Unavailable {
+    let set = gateway.policies.current();
+    let (asked, prompt) = (Asked::default(), PromptHashes::of(&[]));
+    let chosen = pool(gateway, model).choose(&asked, &prompt, &[], &set, &RequestView::default());
+    chosen.err().expect("no engine is there")
+}
+
+#[tokio::test]
+async fn a_started_replica_is_an_endpoint_and_stays_the_same_over_changes_around_it() {
+    let gateway = gateway();
+    gateway.serve(started(&[endpoint(ONE, "k1")]));
+    let first = pool(&gateway, "m").replicas[0].clone();
+    assert_eq!((&*first.id, first.slots.limit()), (ONE, Some(2)));
+    let key = first.authorization().expect("it has a key");
+    assert_eq!(key.to_str().expect("it is text"), "Bearer k1");
+    assert_eq!(
+        first.names.iter().map(|name| &**name).collect::<Vec<_>>(),
+        ["m"]
+    );
+    gateway.serve(started(&[endpoint(TWO, "k2"), endpoint(ONE, "k1")]));
+    gateway.apply(parse(MODELS));
+    let now = pool(&gateway, "m");
+    assert_eq!(now.replicas.len(), 2, "a reload keeps what is started");
+    assert!(Arc::ptr_eq(&now.replicas[1], &first));
+    assert!(!first.retired.is_cancelled());
+    assert_eq!(pool(&gateway, "fixed").replicas.len(), 1);
+}
+
+#[tokio::test]
+async fn requests_on_a_replica_that_left_are_counted_to_their_end() {
+    let gateway = gateway();
+    gateway.serve(started(&[endpoint(ONE, "k1")]));
+    let replica = pool(&gateway, "m").replicas[0].clone();
+    let room = Room {
+        inflight_max: 8,
+        prefill_max_tokens: 1_000,
+    };
+    assert!(replica.slots.try_take(1, &room));
+    gateway.serve(started(&[]));
+    assert!(pool(&gateway, "m").replicas.is_empty());
+    assert!(replica.retired.is_cancelled());
+    assert_eq!(gateway.requests(ONE), 1);
+    replica.slots.give_back();
+    assert_eq!(gateway.requests(ONE), 0);
+    drop(replica);
+    assert_eq!(gateway.requests(TWO), 0);
+}
+
+#[tokio::test]
+async fn a_model_without_profiles_has_no_started_replicas() {
+    let gateway = gateway();
+    let other = [("fixed".to_owned(), vec![endpoint(ONE, "k")])];
+    gateway.serve(Arc::new(other.into()));
+    assert_eq!(pool(&gateway, "fixed").replicas.len(), 1);
+}
+
+#[tokio::test]
+async fn requests_wait_while_the_server_recovers_and_are_told_the_reason_afterwards() {
+    let gateway = gateway();
+    let outlook = |recovering, reason: &str| Outlook {
+        recovering,
+        reason: reason.to_owned(),
+    };
+    let tell = |outlook| gateway.expect([("m".to_owned(), outlook)].into());
+    tell(outlook(true, "agents still report"));
+    let told = unavailable(&gateway, "m");
+    assert_eq!(
+        (told.recovering, &*told.reason),
+        (true, "agents still report")
+    );
+    assert!(
+        !unavailable(&gateway, "fixed").recovering,
+        "nobody starts anything for it"
+    );
+    // The change is news to those who wait.
+    let pool = pool(&gateway, "m");
+    let changed = pool.queues.changed.notified();
+    tokio::pin!(changed);
+    changed.as_mut().enable();
+    tell(outlook(false, "no node has registered"));
+    changed.await;
+    let told = unavailable(&gateway, "m");
+    assert_eq!(
+        (told.recovering, &*told.reason),
+        (false, "no node has registered")
+    );
+    gateway.apply(parse(MODELS));
+    assert_eq!(unavailable(&gateway, "m").reason, "no node has registered");
+}
