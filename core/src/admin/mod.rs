@@ -1,5 +1,6 @@
 //! The admin listener: `/metrics`, health, and JSON for `llmgw ctl`. Binds to loopback by default.
 
+pub mod fleet;
 pub mod page;
 pub mod policies;
 pub mod routes;
@@ -17,6 +18,7 @@ use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
+use crate::serve::reload::Confirmed;
 use crate::telemetry::metrics::Metrics;
 use status::StatusReport;
 
@@ -34,7 +36,7 @@ pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 /// Describes the whole gateway as it is now.
 pub type Report = Arc<dyn Fn() -> StatusReport + Send + Sync>;
 /// Reloads configuration and policies; says what is in force now, or why nothing changed. May block.
-pub type Reload = Arc<dyn Fn() -> Result<String, String> + Send + Sync>;
+pub type Reload = Arc<dyn Fn(Confirmed) -> Result<String, String> + Send + Sync>;
 
 /// What the admin listener shows and does.
 pub struct Admin {
@@ -45,6 +47,8 @@ pub struct Admin {
     pub reload: Reload,
     /// Asked for as a bearer token on every route but `/healthz` and `/readyz`.
     pub token: Option<String>,
+    /// None: this server starts no replicas.
+    pub fleet: Option<fleet::FleetAdmin>,
 }
 
 /// Serves the listener until `stop`. To be stopped last, so that `/readyz` says no while requests drain.

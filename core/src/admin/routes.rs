@@ -13,8 +13,10 @@ use serde_json::{Value, json};
 use subtle::ConstantTimeEq;
 
 use super::Admin;
+use super::fleet::{self, FleetError, FleetOrder, FleetQuestion, Query};
 use super::page::metrics_page;
 use super::policies::{self, ActionError, PolicyAction};
+use crate::serve::reload::Confirmed;
 use crate::telemetry::exposition;
 
 /// No route needs more of a body than this.
@@ -35,9 +37,11 @@ enum Route {
     Policies,
     ChangePolicies(PolicyAction),
     Reload,
+    Fleet(FleetQuestion),
+    ChangeFleet(FleetOrder),
 }
 
-const ROUTES: [(&str, Route); 12] = [
+const ROUTES: [(&str, Route); 20] = [
     ("/metrics", Route::Metrics),
     ("/healthz", Route::Health),
     ("/readyz", Route::Ready),
@@ -59,6 +63,14 @@ const ROUTES: [(&str, Route); 12] = [
         Route::ChangePolicies(PolicyAction::Untrip),
     ),
     ("/v1/reload", Route::Reload),
+    ("/v1/nodes", Route::Fleet(FleetQuestion::Nodes)),
+    ("/v1/started", Route::Fleet(FleetQuestion::Started)),
+    ("/v1/explain", Route::Fleet(FleetQuestion::Explain)),
+    ("/v1/snapshot", Route::Fleet(FleetQuestion::Snapshot)),
+    ("/v1/logs", Route::Fleet(FleetQuestion::Logs)),
+    ("/v1/nodes/drain", Route::ChangeFleet(FleetOrder::Drain)),
+    ("/v1/nodes/undrain", Route::ChangeFleet(FleetOrder::Undrain)),
+    ("/v1/replicas/stop", Route::ChangeFleet(FleetOrder::Stop)),
 ];
 
 /// Why a request was refused. [`refuse`] is the one place that turns it into an answer.
@@ -70,6 +82,7 @@ enum Refusal {
     Body,
     ReloadFailed(String),
     Policies(ActionError),
+    Fleet(FleetError),
     Died(&'static str),
 }
 
@@ -94,6 +107,13 @@ async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, R
     match route {
         Route::Reload => return reload(admin, request).await,
         Route::ChangePolicies(action) => return change_policies(admin, action, request).await,
+        Route::ChangeFleet(order) => {
+            let query = Query::of(request.uri());
+            accept_change(request).await?;
+            let message = fleet::order(admin.fleet.as_ref(), order, query).await;
+            let message = message.map_err(Refusal::Fleet)?;
+            return Ok(json_answer(StatusCode::OK, &json!({"message": message})));
+        }
         _ => {}
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
@@ -106,7 +126,12 @@ async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, R
         Route::Status => json_answer(StatusCode::OK, &(admin.report)()),
         Route::Models => json_answer(StatusCode::OK, &json!({"models": (admin.report)().models})),
         Route::Replicas => replicas(admin),
-        Route::Policies | Route::ChangePolicies(_) | Route::Reload => {
+        Route::Fleet(question) => {
+            let query = Query::of(request.uri());
+            let answer = fleet::ask(admin.fleet.as_ref(), question, query).await;
+            json_answer(StatusCode::OK, &answer.map_err(Refusal::Fleet)?)
+        }
+        Route::Policies | Route::ChangePolicies(_) | Route::ChangeFleet(_) | Route::Reload => {
             json_answer(StatusCode::OK, &policy_status(admin).await)
         }
     })
@@ -157,10 +182,14 @@ fn replicas(admin: &Admin) -> Answer {
 }
 
 async fn reload(admin: &Admin, request: Request<Incoming>) -> Result<Answer, Refusal> {
+    let confirmed = match Query::of(request.uri()).has("confirm") {
+        true => Confirmed::Yes,
+        false => Confirmed::No,
+    };
     accept_change(request).await?;
     let reload = admin.reload.clone();
     // It reads files and checks policies: not on the threads that relay streams.
-    match tokio::task::spawn_blocking(move || reload()).await {
+    match tokio::task::spawn_blocking(move || reload(confirmed)).await {
         Ok(Ok(message)) => Ok(json_answer(StatusCode::OK, &json!({"message": message}))),
         Ok(Err(reason)) => Err(Refusal::ReloadFailed(reason)),
         Err(_) => Err(Refusal::Died("the reload")),
@@ -262,6 +291,7 @@ fn refuse(refusal: Refusal) -> Answer {
             };
             (status, error.code(), error.message().to_owned())
         }
+        Refusal::Fleet(error) => (error.status(), error.code(), error.to_string()),
         Refusal::Died(what) => {
             let message = format!("{what} panicked; what was in force still is, see the log");
             (StatusCode::INTERNAL_SERVER_ERROR, "died", message)

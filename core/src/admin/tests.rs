@@ -8,13 +8,17 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
+use super::fleet::FleetAdmin;
 use super::status::{ModelStatus, ReplicaState, ReplicaStatus, StatusReport};
 use super::{Admin, serve};
+use crate::serve::reload::Confirmed;
 
 /// An admin listener that stops with the test.
 pub(crate) struct Listening {
     pub(crate) address: SocketAddr,
     pub(crate) reloads: Arc<AtomicU64>,
+    /// Of these, those that an operator confirmed.
+    pub(crate) confirmed: Arc<AtomicU64>,
     stop: CancellationToken,
 }
 
@@ -26,26 +30,46 @@ impl Drop for Listening {
 
 /// Starts a listener over a fleet of one ready replica; its reload fails on every second call.
 pub(crate) async fn listen(token: Option<&str>, ready: Result<(), String>) -> Listening {
+    start(token, ready, None).await
+}
+
+/// The same over a fleet of its own.
+pub(crate) async fn listen_over(fleet: Option<FleetAdmin>) -> Listening {
+    start(None, Ok(()), fleet).await
+}
+
+async fn start(
+    token: Option<&str>,
+    ready: Result<(), String>,
+    fleet: Option<FleetAdmin>,
+) -> Listening {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let reloads = Arc::new(AtomicU64::new(0));
     let counted = reloads.clone();
+    let confirmed = Arc::new(AtomicU64::new(0));
+    let meant = confirmed.clone();
     let admin = Admin {
         metrics: Arc::default(),
         policies: llmgw_plugins::Policies::open(llmgw_plugins::PolicyOptions::default()).unwrap(),
         report: Arc::new(report),
         ready: Arc::new(move || ready.clone()),
-        reload: Arc::new(move || match counted.fetch_add(1, Ordering::SeqCst) % 2 {
-            0 => Ok("generation 2".to_owned()),
-            _ => Err("llmgw.yaml:3: unknown key `modles`".to_owned()),
+        reload: Arc::new(move |confirmed| {
+            meant.fetch_add(u64::from(confirmed == Confirmed::Yes), Ordering::SeqCst);
+            match counted.fetch_add(1, Ordering::SeqCst) % 2 {
+                0 => Ok("generation 2".to_owned()),
+                _ => Err("llmgw.yaml:3: unknown key `modles`".to_owned()),
+            }
         }),
         token: token.map(str::to_owned),
+        fleet,
     };
     let stop = CancellationToken::new();
     tokio::spawn(serve(listener, Arc::new(admin), None, stop.clone()));
     Listening {
         address,
         reloads,
+        confirmed,
         stop,
     }
 }

@@ -44,9 +44,9 @@ pub fn not_yet_enforced(config: &Config) -> Vec<String> {
         .filter(|model| !model.profiles.is_empty())
         .map(|model| &*model.name)
         .collect();
-    if !profiles.is_empty() {
+    if !profiles.is_empty() && config.agents.is_none() {
         said.push(format!(
-            "`profiles` are not placed yet, only `endpoints` are served (models: {})",
+            "`profiles` are not started without `agents`, where nodes connect (models: {})",
             profiles.join(", ")
         ));
     }

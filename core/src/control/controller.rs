@@ -363,4 +363,4 @@ fn say(action: &Action) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -7,6 +7,7 @@ use llmgw_plugins::{
     EngineCommand, EnginePlugin, Fault, ModelView, PolicySet, ProfileView, ShardView,
 };
 use llmgw_proto::shard::{API_KEY_PLACE, ApiKey, Readiness, ShardCommand, ShardSpec, WaitFor};
+use llmgw_proto::wire::error::WireError;
 use sha2::{Digest, Sha256};
 
 use super::memory::Memory;
@@ -47,6 +48,8 @@ pub enum LaunchError {
     },
     /// The system gave no random bytes for its key.
     NoRandom,
+    /// No agent would take so much: what in it is too long.
+    TooLarge(WireError),
 }
 
 /// What is declared, with what each profile makes.
@@ -330,6 +333,7 @@ impl fmt::Display for LaunchError {
                 write!(f, "no port of {first}-{last} is free on the node")
             }
             LaunchError::NoRandom => f.write_str("the system gave no random bytes for its key"),
+            LaunchError::TooLarge(error) => write!(f, "no agent would take its shard: {error}"),
         }
     }
 }

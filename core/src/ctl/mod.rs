@@ -4,6 +4,7 @@
 //! 3 the server could not be reached or refused.
 
 mod client;
+mod fleet;
 mod key;
 mod policies;
 mod show;
@@ -18,6 +19,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::Value;
 
 use client::{Admin, ClientError};
+pub use fleet::FleetCommand;
 pub use policies::PoliciesCommand;
 
 use crate::config::UtcTime;
@@ -86,8 +88,14 @@ pub enum CtlCommand {
         #[command(subcommand)]
         change: Option<PoliciesCommand>,
     },
+    #[command(flatten)]
+    Fleet(FleetCommand),
     /// Reload configuration and policies now.
-    Reload,
+    Reload {
+        /// Also a change that stops more than half of the running replicas.
+        #[arg(long)]
+        confirm: bool,
+    },
     /// API keys of tenants.
     Key {
         #[command(subcommand)]
@@ -187,17 +195,20 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
         CtlCommand::Key {
             command: KeyCommand::New { tenant, expires },
         } => return new_key(tenant, expires.as_deref(), args.format, out),
-        CtlCommand::Reload => return reload(args, out).await,
+        CtlCommand::Reload { confirm } => return reload(args, *confirm, out).await,
         CtlCommand::Policies {
             change: Some(change),
         } => {
             let admin = Admin::new(&args.admin, args.token.as_deref())?;
             return policies::change(&admin, *change, args.format, out).await;
         }
-        CtlCommand::Status { watch: true } => return watch(args, out, terminal).await,
-        CtlCommand::Status { watch: false } | CtlCommand::Models | CtlCommand::Replicas => {
-            "/v1/status"
+        CtlCommand::Fleet(command) => {
+            let admin = Admin::new(&args.admin, args.token.as_deref())?;
+            return fleet::run(&admin, command, args.format, out).await;
         }
+        CtlCommand::Replicas => return replicas(args, out).await,
+        CtlCommand::Status { watch: true } => return watch(args, out, terminal).await,
+        CtlCommand::Status { watch: false } | CtlCommand::Models => "/v1/status",
         CtlCommand::Policies { change: None } => "/v1/policies",
     };
     let admin = Admin::new(&args.admin, args.token.as_deref())?;
@@ -210,7 +221,6 @@ fn print(args: &CtlArgs, answer: Value, out: &mut dyn Write) -> Result<(), CtlEr
     if args.format == OutputFormat::Json {
         let part = match args.command {
             CtlCommand::Models => "models",
-            CtlCommand::Replicas => return Ok(writeln!(out, "{:#}", show::replica_rows(&answer))?),
             _ => return Ok(writeln!(out, "{answer:#}")?),
         };
         return Ok(writeln!(
@@ -222,10 +232,25 @@ fn print(args: &CtlArgs, answer: Value, out: &mut dyn Write) -> Result<(), CtlEr
     let text = match args.command {
         CtlCommand::Policies { .. } => show::policies(&answer, show::now_ms()),
         CtlCommand::Models => show::models(&client::parsed(answer)?),
-        CtlCommand::Replicas => show::replicas(&client::parsed(answer)?),
         _ => show::status(&client::parsed(answer)?, show::now_ms()),
     };
     Ok(write!(out, "{text}")?)
+}
+
+/// Shows the replicas in the pools, and those that the server started.
+async fn replicas(args: &CtlArgs, out: &mut dyn Write) -> Result<(), CtlError> {
+    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    let answer = admin.get("/v1/status").await?;
+    let started = fleet::started(&admin).await?;
+    if args.format == OutputFormat::Json {
+        let mut rows = show::replica_rows(&answer);
+        if let Value::Array(rows) = &mut rows {
+            rows.extend(started);
+        }
+        return Ok(writeln!(out, "{rows:#}")?);
+    }
+    let pools = show::replicas(&client::parsed(answer)?);
+    Ok(write!(out, "{pools}{}", fleet::started_table(started)?)?)
 }
 
 /// Shows the status again and again. Once it was shown, a server that is away is waited for.
@@ -251,9 +276,13 @@ async fn watch(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<()
     }
 }
 
-async fn reload(args: &CtlArgs, out: &mut dyn Write) -> Result<(), CtlError> {
+async fn reload(args: &CtlArgs, confirm: bool, out: &mut dyn Write) -> Result<(), CtlError> {
     let admin = Admin::new(&args.admin, args.token.as_deref())?;
-    match admin.post("/v1/reload").await {
+    let path = match confirm {
+        true => "/v1/reload?confirm",
+        false => "/v1/reload",
+    };
+    match admin.post(path).await {
         Ok(answer) if args.format == OutputFormat::Json => Ok(writeln!(out, "{answer:#}")?),
         Ok(answer) => {
             let message = answer
@@ -289,4 +318,4 @@ fn new_key(
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,6 +1,7 @@
 //! Commands against a real admin listener.
 
 use std::io::Write;
+use std::sync::atomic::Ordering;
 
 use clap::Parser;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -17,7 +18,7 @@ struct Line {
 }
 
 /// Runs a command line; returns exit status and stdout.
-async fn ctl(words: &[&str]) -> (u8, String) {
+pub(crate) async fn ctl(words: &[&str]) -> (u8, String) {
     let args = Line::try_parse_from(["ctl"].iter().chain(words))
         .unwrap_or_else(|error| panic!("{error}"))
         .args;
@@ -67,6 +68,12 @@ async fn a_reload_that_fails_is_1_and_one_that_works_is_0() {
         ctl(&["reload", "--admin", &address]).await,
         (1, String::new())
     );
+    assert_eq!(admin.confirmed.load(Ordering::SeqCst), 0);
+    assert_eq!(
+        ctl(&["reload", "--confirm", "--admin", &address]).await.0,
+        0
+    );
+    assert_eq!(admin.confirmed.load(Ordering::SeqCst), 1);
 }
 
 #[tokio::test]

@@ -1,13 +1,59 @@
-//! The gateway as the control plane needs it.
+//! The control plane of a server: over its agents' sessions, and with its gateway.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use tokio_util::sync::CancellationToken;
+
+use crate::admin::fleet::FleetAdmin;
 use crate::config::Config;
-use crate::control::controller::Serving;
+use crate::control::controller::{Controller, Looking, Serving};
+use crate::control::sessions::Sessions;
 use crate::gateway::state::Gateway;
 use crate::routing::fleet::Started;
 use crate::routing::outlook::Outlook;
+
+/// The agents, and what runs on them.
+#[derive(Clone)]
+pub struct Fleet {
+    pub sessions: Arc<Sessions>,
+    pub controller: Arc<Controller>,
+}
+
+impl Fleet {
+    pub fn over(sessions: Arc<Sessions>, gateway: &Arc<Gateway>) -> Fleet {
+        let controller = Controller::new(
+            sessions.observed(),
+            sessions.clone(),
+            gateway.policies.clone(),
+            gateway.clone(),
+        );
+        Fleet {
+            sessions,
+            controller,
+        }
+    }
+
+    /// Looks at it until the server stops.
+    pub fn start(&self, stop: &CancellationToken) -> std::io::Result<Looking> {
+        self.controller.start(stop.child_token())
+    }
+
+    /// As operators reach it.
+    pub fn admin(&self) -> FleetAdmin {
+        let sessions = self.sessions.clone();
+        FleetAdmin {
+            controller: self.controller.clone(),
+            tail: Arc::new(move |node, shard, lines| {
+                let sessions = sessions.clone();
+                Box::pin(async move {
+                    let lines = sessions.tail(&node, &shard, lines).await;
+                    lines.map_err(|error| error.to_string())
+                })
+            }),
+        }
+    }
+}
 
 impl Serving for Gateway {
     fn config(&self) -> Arc<Config> {

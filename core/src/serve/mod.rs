@@ -18,6 +18,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use self::fleet::Fleet;
 use self::reload::Reloads;
 use self::signals::Signals;
 use crate::admin::{self, Admin};
@@ -127,7 +128,16 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
     let sessions = agents.map(|listener| start_sessions(listener, &config));
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
-    let reloads = Reloads::new(options, gateway.clone(), sessions.clone());
+    let fleet = sessions.map(|sessions| Fleet::over(sessions, &gateway));
+    let looking = match &fleet {
+        Some(fleet) => Some(
+            fleet
+                .start(&stop.background)
+                .map_err(start_error("control"))?,
+        ),
+        None => None,
+    };
+    let reloads = Reloads::new(options, gateway.clone(), fleet.clone());
     let background = TaskTracker::new();
     background.spawn(reloads.clone().watch(stop.background.clone()));
     background.spawn(policies.clone().watch(stop.background.clone()));
@@ -139,9 +149,10 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
         ready: report::readiness(gateway.clone()),
         reload: {
             let reloads = reloads.clone();
-            Arc::new(move || reloads.now())
+            Arc::new(move |confirmed| reloads.now(confirmed))
         },
         token: token.map(|token| token.expose().to_string()),
+        fleet: fleet.as_ref().map(Fleet::admin),
     });
     let admin_task = tokio::spawn(admin::serve(
         admin_listener,
@@ -168,8 +179,12 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
     let clean = drain(&gateway, &stop, serving, signals).await;
     stop.background.cancel();
     ticks.stop();
-    if let Some(sessions) = sessions {
-        sessions.stop().await;
+    // It commands no more before the agents are told to wait.
+    if let Some(looking) = looking {
+        let _ = tokio::task::spawn_blocking(move || looking.stop()).await;
+    }
+    if let Some(fleet) = fleet {
+        fleet.sessions.stop().await;
     }
     stop.admin.cancel();
     let _ = admin_task.await;

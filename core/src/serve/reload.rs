@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::fleet::Fleet;
 use super::{ServerOptions, check_engines};
 use crate::clock;
 use crate::config::{self, Config, ConfigWatch};
 use crate::control::observed::Timing;
-use crate::control::sessions::Sessions;
 use crate::gateway::state::Gateway;
 
 /// Changes of the file that may wait to be looked at: only the last one matters.
@@ -20,7 +20,8 @@ const PENDING_MAX: usize = 1;
 pub struct Reloads {
     options: ServerOptions,
     gateway: Arc<Gateway>,
-    sessions: Option<Arc<Sessions>>,
+    /// The agents, and what runs on them. None: nothing is started here.
+    fleet: Option<Fleet>,
     /// Held from reading the file until it is in force: of two reloads at once the later one must win, and each must
     /// see the fleet that the other one made, else its probes would never end.
     turn: Mutex<()>,
@@ -28,6 +29,13 @@ pub struct Reloads {
     is_waiting: AtomicBool,
     background_turn: Mutex<()>,
     state: Mutex<State>,
+}
+
+/// Whether an operator means it, whatever it stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Confirmed {
+    Yes,
+    No,
 }
 
 /// What is in force, and what is not.
@@ -41,12 +49,12 @@ impl Reloads {
     pub fn new(
         options: ServerOptions,
         gateway: Arc<Gateway>,
-        sessions: Option<Arc<Sessions>>,
+        fleet: Option<Fleet>,
     ) -> Arc<Reloads> {
         Arc::new(Reloads {
             options,
             gateway,
-            sessions,
+            fleet,
             turn: Mutex::new(()),
             is_waiting: AtomicBool::new(false),
             background_turn: Mutex::new(()),
@@ -74,7 +82,7 @@ impl Reloads {
                 let reloads = self.clone();
                 // The outcome is in the log and on the admin address. The file is read again, since a reload that
                 // was asked for may have taken a newer one meanwhile.
-                let taken = tokio::task::spawn_blocking(move || reloads.take());
+                let taken = tokio::task::spawn_blocking(move || reloads.take(Confirmed::No));
                 let _ = taken.await;
             }
         };
@@ -82,14 +90,14 @@ impl Reloads {
     }
 
     /// Reads everything again, policies included. May block.
-    pub fn now(&self) -> Result<String, String> {
+    pub fn now(&self, confirmed: Confirmed) -> Result<String, String> {
         let policies = self
             .gateway
             .policies
             .reload()
             .map(|set| set.generation())
             .map_err(|error| error.to_string());
-        let config = self.take();
+        let config = self.take(confirmed);
         match (config, policies) {
             (Ok(()), Ok(generation)) => Ok(format!(
                 "{} is in force, policies generation {generation}",
@@ -113,11 +121,11 @@ impl Reloads {
             let turn = &self.background_turn;
             let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
             self.is_waiting.store(false, Ordering::Relaxed);
-            let _ = self.now();
+            let _ = self.now(Confirmed::No);
         });
     }
 
-    fn take(&self) -> Result<(), String> {
+    fn take(&self, confirmed: Confirmed) -> Result<(), String> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // The command line wins over the file at a reload as it does at the start.
         let checked = config::load(&self.options.config)
@@ -127,7 +135,8 @@ impl Reloads {
                 check_engines(&config, &self.gateway.policies)
                     .map(|()| config)
                     .map_err(|error| error.to_string())
-            });
+            })
+            .and_then(|config| self.meant(config, confirmed));
         let outcome = checked.map(|config| self.apply(config));
         let metrics = &self.gateway.telemetry.metrics;
         metrics.config_reloaded(outcome.is_ok());
@@ -147,16 +156,28 @@ impl Reloads {
         outcome
     }
 
+    /// A change that would stop most of what runs is a mistake until somebody says that it is not.
+    fn meant(&self, config: Config, confirmed: Confirmed) -> Result<Config, String> {
+        let held = match (confirmed, &self.fleet) {
+            (Confirmed::No, Some(fleet)) => fleet.controller.held(&config.catalog),
+            _ => None,
+        };
+        held.map_or(Ok(config), |held| Err(held.to_string()))
+    }
+
     fn apply(&self, config: Config) {
         let before = self.gateway.runtime.load().config.clone();
         for key in config::needs_restart(&before, &config) {
             tracing::warn!("`{key}` changed; it takes effect with the next start");
         }
         let models = config.catalog.models.len();
-        if let (Some(sessions), Some(agents)) = (&self.sessions, &config.agents) {
-            sessions.set_timing(Timing::from(agents));
+        if let (Some(fleet), Some(agents)) = (&self.fleet, &config.agents) {
+            fleet.sessions.set_timing(Timing::from(agents));
         }
         self.gateway.apply(config);
+        if let Some(fleet) = &self.fleet {
+            fleet.controller.wake();
+        }
         tracing::info!("configuration reloaded: {models} models");
     }
 }

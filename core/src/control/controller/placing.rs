@@ -10,6 +10,7 @@ use crate::config::{Model, Profile, UtcTime};
 use crate::control::explain::ProfileAnswer;
 use crate::control::launch::{self, Chosen, LaunchError};
 use crate::control::memory::{Failure, Start};
+use crate::control::observed::NotSent;
 use crate::control::placement::{Decision, JobSpec, place};
 use crate::control::reconcile::Place;
 use crate::control::snapshot::Snapshot;
@@ -130,7 +131,14 @@ impl Controller {
         let message = ServerMessage::start(spec.clone());
         self.commands
             .send(id, session, message)
-            .map_err(|_| NoStart::NotSent)?;
+            .map_err(|error| match error {
+                NotSent::SessionEnded | NotSent::QueueFull => NoStart::NotSent,
+                NotSent::TooLarge(error) => NoStart::Launch {
+                    profile: spec.profile.clone(),
+                    node: id.clone(),
+                    error: LaunchError::TooLarge(error),
+                },
+            })?;
         tracing::info!(
             replica = %spec.replica, node = %id, profile = %spec.profile, port = spec.ports[0],
             "is started"

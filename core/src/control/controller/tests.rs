@@ -5,7 +5,7 @@ use llmgw_proto::shard::{API_KEY_PLACE, ShardState};
 use self::fleet::{Fleet, LOST_AFTER_S, RECOVERY_S, lock, parse};
 use super::OperatorError;
 
-mod fleet;
+pub(crate) mod fleet;
 
 const ONE: &str =
     "[{name: m, source: m.gguf, profiles: [{name: p, engine: llamacpp, cpus: 4, slots: 2}]}]";

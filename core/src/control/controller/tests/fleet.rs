@@ -29,7 +29,7 @@ const TIMING: Timing = Timing {
 
 /// What the controller reaches of the rest. Writes everything down, in order.
 #[derive(Default)]
-pub struct Rest {
+pub(crate) struct Rest {
     config: Mutex<Option<Arc<Config>>>,
     pub requests: Mutex<BTreeMap<String, u32>>,
     pub served: Mutex<Arc<Started>>,
@@ -85,7 +85,7 @@ struct Agent {
     shards: BTreeMap<String, (Arc<ShardSpec>, ShardStatus)>,
 }
 
-pub struct Fleet {
+pub(crate) struct Fleet {
     pub rest: Arc<Rest>,
     pub controller: Arc<Controller>,
     table: NodeTable,

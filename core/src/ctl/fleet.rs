@@ -1,0 +1,363 @@
+//! `llmgw ctl nodes | explain | logs | drain | undrain | stop | snapshot`, and the started replicas of `ctl replicas`.
+
+use std::fmt::Write as _;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Subcommand;
+use llmgw_proto::units::HumanDuration;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::client::{Admin, ClientError, parsed};
+use super::table::{UNKNOWN, plain, table};
+use super::{CtlError, OutputFormat};
+
+/// `ctl drain` looks this often whether the node is empty.
+const DRAIN_POLL: Duration = Duration::from_millis(500);
+/// `ctl drain` waits no longer; the drain goes on.
+const DRAIN_WAIT_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+/// Codes of refusals that are the answer to what was asked, and no trouble with the server.
+const FAILED_CODES: [&str; 4] = ["unknown_name", "no_profiles", "no_logs", "no_fleet"];
+
+/// What can be asked of the fleet, and ordered.
+#[derive(Debug, Subcommand)]
+pub enum FleetCommand {
+    /// Nodes: state, what is free on them, and what they run.
+    Nodes,
+    /// Why a model does or does not run, and what would make it.
+    Explain { model: String },
+    /// The last lines that a replica wrote.
+    Logs {
+        /// `<model>/<number>`.
+        replica: String,
+        /// Which of its shards; 0 is the leader.
+        #[arg(long, default_value_t = 0)]
+        rank: u32,
+        /// How many lines.
+        #[arg(long, default_value_t = 100, value_name = "N")]
+        lines: u32,
+    },
+    /// Take a node out of use: replacements first, then its replicas leave. Waits until it is empty.
+    Drain {
+        node: String,
+        /// Its replicas stop after this time even without replacements.
+        #[arg(long, value_name = "D")]
+        timeout: Option<HumanDuration>,
+        /// Its replicas stop at once.
+        #[arg(long)]
+        force: bool,
+    },
+    /// Put a node back into use.
+    Undrain { node: String },
+    /// Stop a replica; another one takes its place.
+    Stop {
+        /// `<model>/<number>`.
+        replica: String,
+        /// Its requests may not finish.
+        #[arg(long)]
+        force: bool,
+    },
+    /// The fleet as policies see it, for `llmgw policy test` and `explain`.
+    Snapshot {
+        /// The file; standard output where it is left out.
+        #[arg(short, long, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
+}
+
+/// What `ctl` reads of a node.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Node {
+    id: String,
+    state: String,
+    reason: String,
+    gpu_class: Option<String>,
+    gpus: u64,
+    gpus_free: u64,
+    cpus: u64,
+    cpus_free: u64,
+    memory_gib: f64,
+    memory_gib_free: f64,
+    replicas: Vec<String>,
+}
+
+/// What `ctl` reads of a replica that the server started.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Started {
+    id: String,
+    state: String,
+    node: String,
+    node_state: String,
+    profile: String,
+    reason: String,
+    outdated: bool,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Line {
+    text: String,
+}
+
+/// Runs one of them.
+pub(super) async fn run(
+    admin: &Admin,
+    command: &FleetCommand,
+    format: OutputFormat,
+    out: &mut dyn Write,
+) -> Result<(), CtlError> {
+    match command {
+        FleetCommand::Nodes => {
+            let answer = got(admin.get("/v1/nodes").await)?;
+            let nodes = answer.get("nodes").cloned().unwrap_or_default();
+            match format {
+                OutputFormat::Json => writeln!(out, "{nodes:#}")?,
+                OutputFormat::Text => write!(out, "{}", node_table(&parsed::<Vec<Node>>(nodes)?))?,
+            }
+        }
+        FleetCommand::Explain { model } => {
+            let answer = got(admin
+                .get(&format!("/v1/explain?model={}", encode(model)))
+                .await)?;
+            match format {
+                OutputFormat::Json => {
+                    let explanation = answer.get("explanation").unwrap_or(&Value::Null);
+                    writeln!(out, "{explanation:#}")?;
+                }
+                OutputFormat::Text => {
+                    let text = answer.get("text").and_then(Value::as_str);
+                    for line in text.unwrap_or_default().lines() {
+                        writeln!(out, "{}", plain(line))?;
+                    }
+                }
+            }
+        }
+        FleetCommand::Logs {
+            replica,
+            rank,
+            lines,
+        } => {
+            let replica = encode(replica);
+            let path = format!("/v1/logs?replica={replica}&rank={rank}&lines={lines}");
+            let answer = got(admin.get(&path).await)?;
+            let lines = answer.get("lines").cloned().unwrap_or_default();
+            match format {
+                OutputFormat::Json => writeln!(out, "{lines:#}")?,
+                OutputFormat::Text => {
+                    for line in parsed::<Vec<Line>>(lines)? {
+                        writeln!(out, "{}", plain(&line.text))?;
+                    }
+                }
+            }
+        }
+        FleetCommand::Drain {
+            node,
+            timeout,
+            force,
+        } => return drain(admin, node, timeout.as_ref(), *force, format, out).await,
+        FleetCommand::Undrain { node } => {
+            let path = format!("/v1/nodes/undrain?node={}", encode(node));
+            return said(admin, &path, format, out).await;
+        }
+        FleetCommand::Stop { replica, force } => {
+            let path = format!(
+                "/v1/replicas/stop?replica={}{}",
+                encode(replica),
+                flag(*force)
+            );
+            return said(admin, &path, format, out).await;
+        }
+        FleetCommand::Snapshot { output } => {
+            let mut text = format!("{:#}", got(admin.get("/v1/snapshot").await)?);
+            text.push('\n');
+            match output {
+                Some(file) => std::fs::write(file, text)?,
+                None => write!(out, "{text}")?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The replicas that the server started; none where it starts none.
+pub(super) async fn started(admin: &Admin) -> Result<Vec<Value>, CtlError> {
+    match admin.get("/v1/started").await {
+        Ok(answer) => {
+            let replicas = answer.get("replicas").and_then(Value::as_array);
+            Ok(replicas.cloned().unwrap_or_default())
+        }
+        // An older server, or one without a fleet, has none.
+        Err(ClientError::Refused { code, .. })
+            if ["no_fleet", "not_found"].contains(&code.as_str()) =>
+        {
+            Ok(Vec::new())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Below the replicas in the pools; nothing where nothing is started.
+pub(super) fn started_table(replicas: Vec<Value>) -> Result<String, CtlError> {
+    let replicas: Vec<Started> = parsed(Value::Array(replicas))?;
+    if replicas.is_empty() {
+        return Ok(String::new());
+    }
+    let rows: Vec<[String; 5]> = replicas
+        .into_iter()
+        .map(|replica| {
+            let node = match &*replica.node_state {
+                "ready" => replica.node,
+                state => format!("{} ({state})", replica.node),
+            };
+            let mut why = replica.reason;
+            if replica.outdated {
+                let gap = if why.is_empty() { "" } else { "; " };
+                write!(why, "{gap}outdated").ok();
+            }
+            [replica.id, replica.state, node, replica.profile, why]
+        })
+        .collect();
+    let head = ["STARTED", "STATE", "NODE", "PROFILE", "WHY"];
+    Ok(format!("\n{}", table(head, &rows)))
+}
+
+fn node_table(nodes: &[Node]) -> String {
+    let rows: Vec<[String; 7]> = nodes
+        .iter()
+        .map(|node| {
+            let gpus = match &node.gpu_class {
+                Some(class) => format!("{}/{} {class}", node.gpus_free, node.gpus),
+                None => UNKNOWN.to_owned(),
+            };
+            [
+                node.id.clone(),
+                node.state.clone(),
+                gpus,
+                format!("{}/{}", node.cpus_free, node.cpus),
+                format!("{:.0}/{:.0}", node.memory_gib_free, node.memory_gib),
+                node.replicas.len().to_string(),
+                node.reason.clone(),
+            ]
+        })
+        .collect();
+    let head = [
+        "NODE",
+        "STATE",
+        "GPUS FREE",
+        "CPUS FREE",
+        "GIB FREE",
+        "REPLICAS",
+        "WHY",
+    ];
+    table(head, &rows)
+}
+
+/// Orders the drain, then waits until the node is empty; what it waits for is told as it changes.
+async fn drain(
+    admin: &Admin,
+    node: &str,
+    timeout: Option<&HumanDuration>,
+    force: bool,
+    format: OutputFormat,
+    out: &mut dyn Write,
+) -> Result<(), CtlError> {
+    let timeout = timeout.map_or_else(String::new, |timeout| {
+        format!("&timeout_ms={}", timeout.0.as_millis())
+    });
+    let path = format!(
+        "/v1/nodes/drain?node={}{timeout}{}",
+        encode(node),
+        flag(force)
+    );
+    let message = got(admin.post(&path).await)?;
+    eprintln!("{}", text_of(&message));
+    let started = Instant::now();
+    let mut told = String::new();
+    while started.elapsed() < DRAIN_WAIT_MAX {
+        let answer = got(admin.get("/v1/nodes").await)?;
+        let nodes = answer.get("nodes").cloned().unwrap_or_default();
+        let nodes: Vec<Node> = parsed(nodes)?;
+        let Some(seen) = nodes.into_iter().find(|seen| seen.id == node) else {
+            return Err(CtlError::Failed(format!("{node} is no longer known")));
+        };
+        match &*seen.state {
+            "ready" => {
+                return Err(CtlError::Failed(format!("{node} was put back into use")));
+            }
+            "lost" => {
+                return Err(CtlError::Failed(format!("{node} is lost: {}", seen.reason)));
+            }
+            _ if seen.replicas.is_empty() => {
+                match format {
+                    OutputFormat::Json => writeln!(out, "{{\"node\": {node:?}, \"empty\": true}}")?,
+                    OutputFormat::Text => writeln!(out, "{} is empty", plain(node))?,
+                }
+                return Ok(());
+            }
+            _ => {}
+        }
+        if seen.reason != told {
+            eprintln!("{}", plain(&seen.reason));
+            told = seen.reason;
+        }
+        tokio::time::sleep(DRAIN_POLL).await;
+    }
+    Err(CtlError::Failed(format!(
+        "{node} is not empty after a day; the drain goes on"
+    )))
+}
+
+/// Orders something, and prints what the server says.
+async fn said(
+    admin: &Admin,
+    path: &str,
+    format: OutputFormat,
+    out: &mut dyn Write,
+) -> Result<(), CtlError> {
+    let answer = got(admin.post(path).await)?;
+    match format {
+        OutputFormat::Json => writeln!(out, "{answer:#}")?,
+        OutputFormat::Text => writeln!(out, "{}", text_of(&answer))?,
+    }
+    Ok(())
+}
+
+fn text_of(answer: &Value) -> String {
+    let message = answer.get("message").and_then(Value::as_str);
+    plain(message.unwrap_or("done"))
+}
+
+fn flag(force: bool) -> &'static str {
+    if force { "&force" } else { "" }
+}
+
+fn got(answer: Result<Value, ClientError>) -> Result<Value, CtlError> {
+    match answer {
+        Err(ClientError::Refused { code, message, .. })
+            if FAILED_CODES.contains(&code.as_str()) =>
+        {
+            Err(CtlError::Failed(message))
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Everything but letters, digits and `-_.` as `%XX`.
+fn encode(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'-' | b'_' | b'.' => encoded.push(char::from(byte)),
+            _ if byte.is_ascii_alphanumeric() => encoded.push(char::from(byte)),
+            _ => write!(encoded, "%{byte:02X}").unwrap_or_default(),
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests;

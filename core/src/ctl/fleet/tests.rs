@@ -1,0 +1,103 @@
+//! Commands against a real admin listener over a fleet in memory.
+
+use std::sync::Arc;
+
+use llmgw_proto::shard::LogLine;
+
+use crate::admin::fleet::FleetAdmin;
+use crate::admin::tests::{Listening, listen_over};
+use crate::control::controller::tests::fleet::Fleet;
+use crate::control::snapshot::Snapshot;
+use crate::ctl::tests::ctl;
+
+const MODELS: &str = "[{name: org/m, profiles: [{name: p, engine: llamacpp, cpus: 4}]}]";
+
+/// A node `a` with one replica that loads.
+async fn fleet() -> (Fleet, Listening) {
+    let fleet = Fleet::new(&["a"], MODELS);
+    let admin = FleetAdmin {
+        controller: fleet.controller.clone(),
+        tail: Arc::new(|_, shard, _| {
+            let text = format!("{shard}: out of \u{1b}[2J memory");
+            Box::pin(async move { Ok(vec![LogLine { at_ms: 7, text }]) })
+        }),
+    };
+    (fleet, listen_over(Some(admin)).await)
+}
+
+async fn run(admin: &Listening, words: &[&str]) -> (u8, String) {
+    let address = format!("http://{}", admin.address);
+    ctl(&[&["--admin", &address], words].concat()).await
+}
+
+#[tokio::test]
+async fn the_fleet_is_shown() {
+    let (_fleet, admin) = fleet().await;
+    for (words, expected) in [
+        (
+            &["nodes"][..],
+            "a     ready  2/2 h100-sxm-80g  92/96      540/540   1",
+        ),
+        (&["nodes", "--format", "json"], "\"id\": \"a\""),
+        (&["replicas"], "org/m/0  loading  a     p"),
+        (&["replicas", "--format", "json"], "\"profile\": \"p\""),
+        (&["explain", "org/m"], "replica  org/m/0 is loading on a"),
+        (&["explain", "org/m", "--format", "json"], "\"waits_ms\": 0"),
+        (&["logs", "org/m/0"], "org/m/0/0: out of ?[2J memory"),
+        (&["snapshot"], "\"schema\": \"llmgw.fleet/1\""),
+    ] {
+        let (status, text) = run(&admin, words).await;
+        assert_eq!(status, 0, "{words:?}");
+        assert!(text.contains(expected), "{words:?}\n{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_written_to_a_file_is_one() {
+    let (_fleet, admin) = fleet().await;
+    let name = format!("llmgw-snapshot-{}.json", std::process::id());
+    let file = std::env::temp_dir().join(name);
+    let path = file.to_str().expect("it is text");
+    assert_eq!(
+        run(&admin, &["snapshot", "-o", path]).await,
+        (0, String::new())
+    );
+    let read = Snapshot::read(&file);
+    std::fs::remove_file(&file).expect("it is there");
+    assert!(read.expect("it is one").nodes.contains_key("a"));
+}
+
+#[tokio::test]
+async fn orders_are_carried_out_and_a_drain_waits_until_the_node_is_empty() {
+    let (mut fleet, admin) = fleet().await;
+    fleet.ready("org/m/0");
+    let (status, text) = run(&admin, &["stop", "org/m/0"]).await;
+    assert_eq!((status, &*text), (0, "org/m/0 leaves\n"));
+    fleet.pass(3);
+    let obeying = async {
+        while fleet.controller.nodes()[0].state != "draining" {
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+        fleet.pass(1);
+    };
+    let (drained, ()) = tokio::join!(run(&admin, &["drain", "a", "--force"]), obeying);
+    assert_eq!(drained, (0, "a is empty\n".to_owned()));
+    let (status, text) = run(&admin, &["undrain", "a"]).await;
+    assert_eq!((status, &*text), (0, "a is put back into use\n"));
+}
+
+#[tokio::test]
+async fn what_there_is_not_fails_with_1() {
+    let (_fleet, admin) = fleet().await;
+    for words in [
+        &["explain", "m"][..],
+        &["logs", "m/0"],
+        &["drain", "b"],
+        &["undrain", "b"],
+        &["stop", "m/0"],
+    ] {
+        assert_eq!(run(&admin, words).await.0, 1, "{words:?}");
+    }
+    let none = listen_over(None).await;
+    assert_eq!(run(&none, &["nodes"]).await.0, 1);
+}
