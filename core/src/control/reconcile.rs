@@ -120,7 +120,7 @@ pub fn reconcile(
         if replica.node_state == NodeState::Lost {
             continue;
         }
-        match memory.leaving(&replica.key).is_some() || replica.ends() {
+        match memory.leaving(&replica.key).is_some() || replica.drains() {
             true => actions.extend(progress(&replica, memory, traffic, observed.now_ms)),
             false => staying
                 .entry(replica.model().to_owned())
@@ -221,7 +221,8 @@ fn of_model(
     let count = wanted.replicas as usize;
     let (mut good, mut old) = (Vec::new(), Vec::new());
     for replica in replicas {
-        let is_current = wanted.makes(replica);
+        // What was made from something else makes no difference to one that is about to fail.
+        let is_current = wanted.makes(replica) || replica.state == ShardState::Stopping;
         if replica.node_drains && is_overdue(replica, memory, observed.now_ms) {
             let (key, how, why) = (replica.key.clone(), StopHow::Stop, Why::NodeDrains);
             actions.push(Action::Stop { key, how, why });
@@ -319,7 +320,7 @@ pub fn would_stop(
 ) -> (BTreeMap<String, usize>, usize) {
     let mut running: BTreeMap<String, usize> = BTreeMap::new();
     for replica in Replica::all(observed, memory) {
-        let stays = memory.leaving(&replica.key).is_none() && !replica.ends();
+        let stays = memory.leaving(&replica.key).is_none() && !replica.drains();
         if stays && replica.node_state != NodeState::Lost {
             *running.entry(replica.model().to_owned()).or_default() += 1;
         }

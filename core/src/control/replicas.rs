@@ -86,9 +86,10 @@ impl Replica {
         number(&self.spec.replica)
     }
 
-    /// It is over, or on its way there: nothing brings it back.
-    pub fn ends(&self) -> bool {
-        matches!(self.state, ShardState::Draining | ShardState::Stopping)
+    /// It drains, and nothing brings it back. One that stops without anybody having said so is about to fail, and is not over before its
+    /// failure is known: else another one would take its place at once, on the same node.
+    pub fn drains(&self) -> bool {
+        self.state == ShardState::Draining
     }
 }
 

@@ -229,7 +229,7 @@ fn add(snapshot: &mut Snapshot, replica: &Replica, memory: &Memory) {
         return;
     }
     let state = match memory.leaving(&replica.key) {
-        Some(_) if !replica.ends() => ShardState::Draining,
+        Some(_) if state(replica.state).stays() => ShardState::Draining,
         _ => state(replica.state),
     };
     let shard = Shard {

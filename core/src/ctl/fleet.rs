@@ -119,41 +119,12 @@ pub(super) async fn run(
                 OutputFormat::Text => write!(out, "{}", node_table(&parsed::<Vec<Node>>(nodes)?))?,
             }
         }
-        FleetCommand::Explain { model } => {
-            let answer = got(admin
-                .get(&format!("/v1/explain?model={}", encode(model)))
-                .await)?;
-            match format {
-                OutputFormat::Json => {
-                    let explanation = answer.get("explanation").unwrap_or(&Value::Null);
-                    writeln!(out, "{explanation:#}")?;
-                }
-                OutputFormat::Text => {
-                    let text = answer.get("text").and_then(Value::as_str);
-                    for line in text.unwrap_or_default().lines() {
-                        writeln!(out, "{}", plain(line))?;
-                    }
-                }
-            }
-        }
+        FleetCommand::Explain { model } => return explain(admin, model, format, out).await,
         FleetCommand::Logs {
             replica,
             rank,
             lines,
-        } => {
-            let replica = encode(replica);
-            let path = format!("/v1/logs?replica={replica}&rank={rank}&lines={lines}");
-            let answer = got(admin.get(&path).await)?;
-            let lines = answer.get("lines").cloned().unwrap_or_default();
-            match format {
-                OutputFormat::Json => writeln!(out, "{lines:#}")?,
-                OutputFormat::Text => {
-                    for line in parsed::<Vec<Line>>(lines)? {
-                        writeln!(out, "{}", plain(&line.text))?;
-                    }
-                }
-            }
-        }
+        } => return logs(admin, replica, *rank, *lines, format, out).await,
         FleetCommand::Drain {
             node,
             timeout,
@@ -179,6 +150,46 @@ pub(super) async fn run(
                 None => write!(out, "{text}")?,
             }
         }
+    }
+    Ok(())
+}
+
+async fn explain(
+    admin: &Admin,
+    model: &str,
+    format: OutputFormat,
+    out: &mut dyn Write,
+) -> Result<(), CtlError> {
+    let path = format!("/v1/explain?model={}", encode(model));
+    let answer = got(admin.get(&path).await)?;
+    if format == OutputFormat::Json {
+        let explanation = answer.get("explanation").unwrap_or(&Value::Null);
+        return Ok(writeln!(out, "{explanation:#}")?);
+    }
+    let text = answer.get("text").and_then(Value::as_str);
+    for line in text.unwrap_or_default().lines() {
+        writeln!(out, "{}", plain(line))?;
+    }
+    Ok(())
+}
+
+async fn logs(
+    admin: &Admin,
+    replica: &str,
+    rank: u32,
+    lines: u32,
+    format: OutputFormat,
+    out: &mut dyn Write,
+) -> Result<(), CtlError> {
+    let replica = encode(replica);
+    let path = format!("/v1/logs?replica={replica}&rank={rank}&lines={lines}");
+    let answer = got(admin.get(&path).await)?;
+    let lines = answer.get("lines").cloned().unwrap_or_default();
+    if format == OutputFormat::Json {
+        return Ok(writeln!(out, "{lines:#}")?);
+    }
+    for line in parsed::<Vec<Line>>(lines)? {
+        writeln!(out, "{}", plain(&line.text))?;
     }
     Ok(())
 }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use llmgw_proto::shard::ShardState;
+
 use super::{State, View};
 use crate::control::replicas::Replica;
 use crate::control::snapshot::NodeState;
@@ -11,8 +13,9 @@ pub(super) fn of_all(state: &State, view: &View) -> BTreeMap<String, Outlook> {
     let mut starting: BTreeMap<&str, usize> = BTreeMap::new();
     let replicas = Replica::all(&view.observed, &state.memory);
     for replica in &replicas {
+        let ends = matches!(replica.state, ShardState::Draining | ShardState::Stopping);
         let comes = !replica.is_ready()
-            && !replica.ends()
+            && !ends
             && replica.node_state != NodeState::Lost
             && state.memory.leaving(&replica.key).is_none();
         *starting.entry(replica.model()).or_default() += usize::from(comes);

@@ -82,8 +82,11 @@ fn replicas_spread_and_get_ports_and_gpus_of_their_own() {
 #[test]
 fn an_engine_that_fails_is_tried_elsewhere_after_a_while_and_says_why() {
     let mut fleet = one();
-    fleet.fail("m/0");
+    let reason = "exited: it exited with status 1";
+    fleet.becomes("m/0", ShardState::Stopping, reason);
     assert!(fleet.pool().is_empty());
+    assert_eq!(fleet.running(), ["m/0 on a: stopping"]);
+    fleet.becomes("m/0", ShardState::Failed, reason);
     assert_eq!(
         fleet.running(),
         Vec::<String>::new(),

@@ -167,6 +167,14 @@ fn a_failure_is_cleared_waits_and_goes_elsewhere_first() {
 }
 
 #[test]
+fn one_that_stops_by_itself_is_not_replaced_before_its_failure_is_known() {
+    let stopping = Nodes::new(&["a"]).with("a", "m/0", Stopping);
+    check("it is about to fail", 1, &stopping, &[]);
+    let outdated = Nodes::new(&["a"]).outdated("a", "m/0", Stopping);
+    check("whatever it was", 1, &outdated, &[]);
+}
+
+#[test]
 fn of_a_changed_profile_one_new_replica_comes_before_one_old_one_goes() {
     let old = |first| Nodes::new(&["a", "b", "c"]).outdated("a", "m/0", first);
     let both = || old(Ready).outdated("b", "m/1", Ready);
