@@ -164,10 +164,17 @@ impl Server {
 
     async fn until(&mut self, what: &str, is_so: impl Fn(&Observed) -> bool) -> Arc<Observed> {
         let waiting = self.observed.wait_for(|observed| is_so(observed));
-        match tokio::time::timeout(PATIENCE, waiting).await {
-            Ok(observed) => observed.unwrap().clone(),
-            Err(_) => panic!("it never came to this: {what}"),
+        let waited = tokio::time::timeout(PATIENCE, waiting).await;
+        if let Ok(observed) = waited {
+            return observed.unwrap().clone();
         }
+        drop(waited);
+        let observed = self.observed.borrow();
+        let shards = observed.nodes.values().map(|node| &node.shards);
+        panic!(
+            "it never came to this: {what}, but {:#?}",
+            shards.collect::<Vec<_>>()
+        );
     }
 
     async fn until_node(&mut self, state: NodeState) -> Arc<Observed> {
@@ -201,11 +208,21 @@ impl Server {
     }
 }
 
+/// A port below those that the system hands out by itself, free a moment ago.
+fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    for _ in 0..10_000 {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(61);
+        let port = u16::try_from(20_000 + number % 12_000).unwrap();
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+    panic!("no port is free");
+}
+
 fn engine_spec() -> ShardSpec {
-    let port = {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        listener.local_addr().unwrap().port()
-    };
+    let port = free_port();
     let args = ["--kind", "llamacpp", "--model", "m", "--listen"];
     let mut args: Vec<String> = args.map(str::to_owned).into();
     args.push(format!("127.0.0.1:{port}"));

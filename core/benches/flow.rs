@@ -182,6 +182,7 @@ fn classify(set: &PolicySet, tenant: &str, round: u64) {
 
 fn size() -> Size {
     Size {
+        input_tokens: INPUT_TOKENS,
         todo_tokens: INPUT_TOKENS,
         first_cost: INPUT_TOKENS * 1_000,
         expected_cost: INPUT_TOKENS * 1_000 + OUTPUT_TOKENS * 2_000,
