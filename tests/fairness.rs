@@ -626,3 +626,60 @@ fn a_saturated_model_never_holds_up_another() {
     busy.wait(PATIENCE, |state| state.open == 0).unwrap();
     gateway.counters_are_zero();
 }
+
+#[test]
+fn bodies_that_wait_are_no_more_bytes_than_may_be_kept_and_each_place_gives_its_own_back() {
+    let engine = engine(Kind::Vllm, "{}");
+    let gateway = over(Setup::new().limit("queued_bytes_max", "1MiB"), &engine);
+    let held = Ask {
+        mark: "holder",
+        ..Ask::default()
+    }
+    .hold(&gateway);
+    // Five bytes a word.
+    let large = |mark| Ask {
+        mark,
+        words: 150_000,
+        ..Ask::default()
+    };
+    let first = large("first").queue(&gateway, 0);
+    let refused = large("second").send(&gateway).answer();
+    assert_eq!((refused.status(), &*refused.code()), (429, "queue_full"));
+    assert!(
+        refused.text().contains("limits.queued_bytes_max"),
+        "{}",
+        refused.text()
+    );
+    // It leaves, and its bytes with it.
+    drop(first);
+    gateway.queued(0);
+    let third = large("third").queue(&gateway, 0);
+    drop(held);
+    all_answered(vec![third]);
+    gateway.counters_are_zero();
+}
+
+/// A request that is not streamed shows no first byte: its prompt counts as read when it should be.
+#[test]
+fn whole_answers_to_long_prompts_fill_an_engines_slots_too() {
+    let engine = engine(Kind::Vllm, "{}");
+    let setup = Setup::new().model("fake", "");
+    let gateway = setup.endpoint("vllm", &engine.url(), "slots: 8").start();
+    gateway.ready("fake", 1);
+    let clients: Vec<Client> = marks("whole", 8)
+        .iter()
+        .map(|mark| {
+            Ask {
+                mark,
+                words: 500,
+                fake: HOLDS,
+                ..Ask::default()
+            }
+            .send(&gateway)
+        })
+        .collect();
+    // Each prompt is more than the gate lets be unread at a time.
+    engine.wait(PATIENCE, |state| state.open == 8).unwrap();
+    drop(clients);
+    gateway.counters_are_zero();
+}

@@ -135,6 +135,8 @@ pub struct AgentsTls {
 pub struct Limits {
     /// The largest request body in bytes, 413 beyond. Default 64 MiB.
     pub body_max: u64,
+    /// Bodies of all requests that wait for their turn, in bytes; 429 beyond. Default 1 GiB.
+    pub queued_bytes_max: u64,
     /// To an engine. Default 2 s.
     pub connect_timeout: Duration,
     /// Default 10 min.
@@ -376,6 +378,7 @@ impl Default for Limits {
     fn default() -> Self {
         Limits {
             body_max: 64 << 20,
+            queued_bytes_max: 1 << 30,
             connect_timeout: Duration::from_secs(2),
             first_byte_timeout: Duration::from_secs(600),
             idle_timeout: Duration::from_secs(300),

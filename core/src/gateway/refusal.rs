@@ -25,6 +25,7 @@ fn decide(job: &Job, failure: Failure) -> Failure {
     let is_refusal = matches!(
         failure,
         Failure::QueueFull { .. }
+            | Failure::QueuedBytes { .. }
             | Failure::Shed { .. }
             | Failure::QueueTimeout { .. }
             | Failure::TenantLimit { .. }

@@ -50,6 +50,11 @@ pub enum Failure {
         queued: u32,
         retry_after: Duration,
     },
+    /// The bodies of those that wait are as many bytes as may be kept.
+    QueuedBytes {
+        limit_bytes: u64,
+        retry_after: Duration,
+    },
     /// The band lets nobody in while the pool is this full.
     Shed {
         model: String,
@@ -109,9 +114,10 @@ impl Failure {
             Failure::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Failure::UnknownModel { .. } | Failure::UnknownRoute { .. } => StatusCode::NOT_FOUND,
             Failure::InvalidKey(_) => StatusCode::UNAUTHORIZED,
-            Failure::TenantLimit { .. } | Failure::QueueFull { .. } | Failure::Shed { .. } => {
-                StatusCode::TOO_MANY_REQUESTS
-            }
+            Failure::TenantLimit { .. }
+            | Failure::QueueFull { .. }
+            | Failure::QueuedBytes { .. }
+            | Failure::Shed { .. } => StatusCode::TOO_MANY_REQUESTS,
             Failure::UpstreamFailed { .. } => StatusCode::BAD_GATEWAY,
             Failure::QueueTimeout { .. } | Failure::NoReplica { .. } | Failure::ShuttingDown => {
                 StatusCode::SERVICE_UNAVAILABLE
@@ -137,7 +143,9 @@ impl Failure {
             Failure::UnknownRoute { .. } => "unknown_route",
             Failure::InvalidKey(_) => "invalid_api_key",
             Failure::TenantLimit { .. } => "tenant_limit",
-            Failure::QueueFull { .. } | Failure::Shed { .. } => "queue_full",
+            Failure::QueueFull { .. } | Failure::QueuedBytes { .. } | Failure::Shed { .. } => {
+                "queue_full"
+            }
             Failure::QueueTimeout { .. } => "queue_timeout",
             Failure::NoReplica { .. } => "no_replica",
             Failure::UpstreamFailed { .. } => "upstream_failed",
@@ -152,6 +160,7 @@ impl Failure {
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Failure::QueueFull { retry_after, .. }
+            | Failure::QueuedBytes { retry_after, .. }
             | Failure::Shed { retry_after, .. }
             | Failure::QueueTimeout { retry_after, .. }
             | Failure::NoReplica { retry_after, .. } => Some(*retry_after),
@@ -219,6 +228,9 @@ impl Failure {
                 ..
             } => format!(
                 "the queue of model `{model}` is full for band `{band}` ({queued} wait in it and in higher bands)"
+            ),
+            Failure::QueuedBytes { limit_bytes, .. } => format!(
+                "the bodies of the requests that wait are as large as `limits.queued_bytes_max` allows ({limit_bytes} bytes)"
             ),
             Failure::Shed {
                 model,

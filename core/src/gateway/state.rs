@@ -1,6 +1,6 @@
 //! What all requests share: the configuration in force with its fleet, the policies, the books.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arc_swap::ArcSwap;
@@ -25,6 +25,8 @@ pub struct Gateway {
     pub policies: Arc<Policies>,
     pub telemetry: Arc<Telemetry>,
     pub retry_budget: RetryBudget,
+    /// Bytes of the bodies of those that wait for their turn.
+    pub queued_bytes: AtomicU64,
     /// What a runtime is made from beside the configuration. Held while one is made: of two at once each must see the other's.
     started: Mutex<Arc<Started>>,
     draining: AtomicBool,
@@ -40,6 +42,7 @@ impl Gateway {
             policies,
             telemetry,
             retry_budget: RetryBudget::new(),
+            queued_bytes: AtomicU64::new(0),
             started: Mutex::new(started),
             draining: AtomicBool::new(false),
         })

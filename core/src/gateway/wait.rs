@@ -1,10 +1,12 @@
 //! A request's wait for its turn: a replica is chosen, a place in its queue taken, another one chosen when that replica fails.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::job::Job;
 use super::respond::Failure;
+use super::state::Gateway;
 use crate::clock;
 use crate::flow::dispatch::Ahead;
 use crate::flow::permit::Permit;
@@ -89,6 +91,8 @@ struct Wait {
     undecided_since: Instant,
     /// Taken with the first wait, and kept over the others.
     place: Option<Place>,
+    /// Its body, which is kept meanwhile.
+    held: Option<HeldBytes>,
     /// What was before it when it came.
     ahead: Option<Ahead>,
     /// It waited, so what it was told of the replica is old.
@@ -105,6 +109,7 @@ impl Wait {
             started: now,
             undecided_since: now,
             place: None,
+            held: None,
             ahead: None,
             waited: false,
             goes_first: false,
@@ -132,6 +137,7 @@ impl Wait {
                 Entered::Shed(saturation) => return Err(shed(job, saturation)),
                 Entered::Closed => return self.closed(job, replica),
                 Entered::Waits(place) => {
+                    self.held = Some(HeldBytes::take(job, place.ahead)?);
                     self.ahead = Some(place.ahead);
                     self.place = Some(place);
                 }
@@ -224,6 +230,38 @@ impl Wait {
         permit.failed();
         self.place = None;
         self.goes_first = true;
+    }
+}
+
+/// The bytes of a body that waits; given back when dropped.
+struct HeldBytes {
+    gateway: Arc<Gateway>,
+    bytes: u64,
+}
+
+impl HeldBytes {
+    fn take(job: &Job, ahead: Ahead) -> Result<HeldBytes, Failure> {
+        let bytes = job.body.bytes().len() as u64;
+        let limit_bytes = job.config.limits.queued_bytes_max;
+        let held = HeldBytes {
+            gateway: job.gateway.clone(),
+            bytes,
+        };
+        let before = job.gateway.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
+        match before + bytes <= limit_bytes {
+            true => Ok(held),
+            false => Err(Failure::QueuedBytes {
+                limit_bytes,
+                retry_after: retry_after(ahead),
+            }),
+        }
+    }
+}
+
+impl Drop for HeldBytes {
+    fn drop(&mut self) {
+        let bytes = &self.gateway.queued_bytes;
+        bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 

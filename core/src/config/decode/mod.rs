@@ -19,6 +19,7 @@ use crate::config::{
 mod catalog;
 
 const BODY_BYTES: RangeInclusive<u64> = 1 << 10..=4 << 30;
+const QUEUED_BYTES: RangeInclusive<u64> = 1 << 20..=1 << 40;
 const TIMEOUT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(24 * 3600);
 const DRAIN: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(24 * 3600);
 const HEARTBEAT: RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(300);
@@ -209,6 +210,7 @@ impl Decode<'_, '_, '_> {
     fn limits(&mut self, field: &Field<'_>) -> Limits {
         let known = [
             "body_max",
+            "queued_bytes_max",
             "connect_timeout",
             "first_byte_timeout",
             "idle_timeout",
@@ -221,11 +223,15 @@ impl Decode<'_, '_, '_> {
         let body_max = fields
             .get("body_max")
             .and_then(|field| self.report.size(&field, BODY_BYTES));
+        let queued_bytes_max = fields
+            .get("queued_bytes_max")
+            .and_then(|field| self.report.size(&field, QUEUED_BYTES));
         let retries = fields
             .get("retries")
             .and_then(|field| self.report.count(&field, RETRIES));
         Limits {
             body_max: body_max.unwrap_or(default.body_max),
+            queued_bytes_max: queued_bytes_max.unwrap_or(default.queued_bytes_max),
             connect_timeout: self.duration(
                 &fields,
                 "connect_timeout",

@@ -162,9 +162,9 @@ fn a_band_gets_its_floor_though_each_request_lasts_longer_than_the_window() {
     let mut dispatcher = replica(1, &bands);
     let mut running = granted(whole(&mut dispatcher, "a", &bands[0], 0));
     let mut names: HashMap<Ticket, usize> = HashMap::new();
-    for at in 0..3 {
+    for (at, band) in bands.iter().enumerate() {
         for _ in 0..300 {
-            names.insert(queued(whole(&mut dispatcher, "a", &bands[at], 0)), at);
+            names.insert(queued(whole(&mut dispatcher, "a", band, 0)), at);
         }
     }
     let mut served = [0_u32; 3];
