@@ -1,10 +1,12 @@
 //! Reading `/sys` and `/proc`: small files that may be missing, refuse to be read, or hold anything.
 
-use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read};
+use std::fs;
+use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use llmgw_proto::inventory::Reading;
+
+use crate::regular;
 
 /// What sysfs gives for one attribute: a page.
 pub const VALUE_MAX_BYTES: u64 = 4 * 1024;
@@ -55,8 +57,7 @@ pub fn names(directory: &Path) -> io::Result<Vec<String>> {
 
 /// At most `max_bytes` of a file as text; what is no UTF-8 is replaced.
 pub fn read(path: &Path, max_bytes: u64) -> io::Result<String> {
-    let mut bytes = Vec::new();
-    File::open(path)?.take(max_bytes).read_to_end(&mut bytes)?;
+    let bytes = regular::read(path, max_bytes)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

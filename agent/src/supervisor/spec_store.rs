@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -13,6 +13,7 @@ use llmgw_proto::shard::{ApiKey, ShardSpec};
 use serde::{Deserialize, Serialize};
 
 use crate::process_id::ProcessId;
+use crate::regular;
 
 /// The form of the file. Another one is set aside.
 const VERSION: u32 = 1;
@@ -287,10 +288,7 @@ pub fn directory_name(shard: &str) -> Option<String> {
 }
 
 fn read(file: &Path) -> Result<Record, String> {
-    let mut bytes = Vec::new();
-    File::open(file)
-        .and_then(|file| file.take(RECORD_MAX_BYTES).read_to_end(&mut bytes))
-        .map_err(|error| error.to_string())?;
+    let bytes = regular::read(file, RECORD_MAX_BYTES).map_err(|error| error.to_string())?;
     #[derive(Deserialize)]
     struct Version {
         version: u32,
