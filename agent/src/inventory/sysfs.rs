@@ -11,6 +11,8 @@ use crate::regular;
 /// What sysfs gives for one attribute: a page.
 pub const VALUE_MAX_BYTES: u64 = 4 * 1024;
 
+/// The kernel's own names are shorter.
+const NAME_MAX_BYTES: usize = 64;
 /// Entries of one directory that are looked at.
 const ENTRIES_MAX: usize = 1024;
 
@@ -45,13 +47,16 @@ pub fn text(directory: &Path, name: &str) -> Reading<String> {
     }
 }
 
-/// The names in a directory in the order that people count: `mlx5_2` before `mlx5_10`.
+/// The names in a directory in the order that people count, `mlx5_2` before `mlx5_10`; the first [`ENTRIES_MAX`] of them. What no kernel
+/// calls a device (control characters, 64 bytes and more) is left out: it would only upset the terminal it is shown on.
 pub fn names(directory: &Path) -> io::Result<Vec<String>> {
+    let is_name = |name: &String| name.len() < NAME_MAX_BYTES && !name.contains(char::is_control);
     let mut names: Vec<String> = fs::read_dir(directory)?
-        .take(ENTRIES_MAX)
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(is_name)
         .collect();
     names.sort_by_key(|name| natural(name));
+    names.truncate(ENTRIES_MAX);
     Ok(names)
 }
 
@@ -131,6 +136,15 @@ mod tests {
             names,
             ["", "efa", "mlx5_1", "mlx5_2", "mlx5_10", "mlx5_bond_0"]
         );
+    }
+
+    #[test]
+    fn names_that_no_kernel_gives_are_left_out() {
+        let tree = crate::recorded::TempTree::empty();
+        for name in ["mlx5_0", "a\x1b[2J", "b\nc", &"long".repeat(20)] {
+            std::fs::write(tree.path().join(name), "").unwrap();
+        }
+        assert_eq!(names(tree.path()).unwrap(), ["mlx5_0"]);
     }
 
     #[test]
