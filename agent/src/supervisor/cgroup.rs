@@ -2,6 +2,7 @@
 //! kills all that is in it.
 
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -67,6 +68,13 @@ impl ShardCgroup {
     pub fn remove(&self) {
         remove(&self.directory, 0);
     }
+}
+
+/// What a shard's group is called: agents of different state directories may be in one group, and have shards of one name.
+pub fn group_name(state_dir: &str, shard: &str) -> String {
+    let mut hasher = DefaultHasher::new();
+    state_dir.hash(&mut hasher);
+    format!("{:016x}-{shard}", hasher.finish())
 }
 
 /// The group that the agent may make others in: the one it is in itself. `None` where it may not.
@@ -146,6 +154,14 @@ mod tests {
                 "{own}"
             );
         }
+    }
+
+    #[test]
+    fn agents_that_share_a_group_do_not_share_the_groups_of_their_shards() {
+        let name = group_name("/var/lib/a", "m%2f0%2f0");
+        assert_eq!(name, group_name("/var/lib/a", "m%2f0%2f0"));
+        assert_ne!(name, group_name("/var/lib/b", "m%2f0%2f0"));
+        assert!(name.ends_with("-m%2f0%2f0"), "{name}");
     }
 
     #[test]
