@@ -1,5 +1,7 @@
 //! `llmgw`: arguments, one match, an exit status.
 
+mod dev;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -28,6 +30,8 @@ struct Arguments {
 enum Command {
     /// Serve clients.
     Server(ServerArguments),
+    /// Server and agent in one process, for one machine: ctrl-C stops both, and the engines.
+    Dev(DevArguments),
     /// Supervise the engines of this node, or look at what it is.
     Agent(AgentArgs),
     /// Write out or check policies.
@@ -59,9 +63,20 @@ struct ServerArguments {
     check: bool,
 }
 
+#[derive(clap::Args)]
+struct DevArguments {
+    /// The configuration file. An agent.yaml beside it says what this node may start.
+    #[arg(long, value_name = "FILE", default_value = "llmgw.yaml")]
+    config: PathBuf,
+    /// Directory of policies; wins over `policies` in the file.
+    #[arg(long, value_name = "DIR")]
+    policies: Option<PathBuf>,
+}
+
 fn main() -> ExitCode {
     match Arguments::parse().command {
         Command::Server(arguments) => server(arguments),
+        Command::Dev(arguments) => dev(arguments),
         Command::Agent(arguments) => agent(arguments),
         Command::Policy(command) => policy::run(command),
         Command::Ctl(arguments) => ctl::main(arguments),
@@ -85,7 +100,20 @@ fn server(arguments: ServerArguments) -> ExitCode {
         admin: arguments.admin,
         agents: arguments.agents,
         check: arguments.check,
+        dev: false,
     };
+    ended(async move {
+        let ran = serve::run(options, |_| ()).await;
+        ran.map_err(|error| (error.to_string(), error.exit_status()))
+    })
+}
+
+fn dev(arguments: DevArguments) -> ExitCode {
+    ended(dev::run(arguments.config, arguments.policies))
+}
+
+/// Runs one of them to its end; an error is what is said, and the exit status.
+fn ended(running: impl Future<Output = Result<(), (String, u8)>>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         // Sockets are looked at more often than every 61 polls, so that small requests get in between floods.
@@ -98,15 +126,15 @@ fn server(arguments: ServerArguments) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let ended = runtime.block_on(serve::run(options));
+    let ended = runtime.block_on(running);
     // A thread that hangs in a file system or in a stderr that nobody reads must not keep the process.
     runtime.shutdown_timeout(EXIT_WAIT_MAX);
     log::flush();
     match ended {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
+        Err((error, status)) => {
             eprintln!("error: {error}");
-            ExitCode::from(error.exit_status())
+            ExitCode::from(status)
         }
     }
 }

@@ -4,6 +4,7 @@
 
 mod drain;
 mod host;
+mod local;
 mod node;
 
 use std::fmt;
@@ -22,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::drain::DrainFile;
 use self::host::Shards;
+pub use self::local::{LocalAgent, run_local};
 use self::node::Node;
 use crate::config::{self, AgentConfig};
 use crate::session::dial::ServerUrl;
@@ -64,7 +66,7 @@ struct Setup {
 
 /// Why an agent did not start.
 #[derive(Debug)]
-enum DaemonError {
+pub enum DaemonError {
     Config(ConfigErrors),
     /// What is wrong with the arguments, and what would be right.
     Usage(String),
@@ -97,7 +99,11 @@ pub(crate) fn main(arguments: DaemonArgs) -> ExitCode {
             .enable_all()
             .build()
             .map_err(|error| DaemonError::Start("threads", error))?;
-        let ran = runtime.block_on(run(setup));
+        let ran = runtime.block_on(async {
+            let signals =
+                Signals::install().map_err(|error| DaemonError::Start("signals", error))?;
+            run(setup, Stop::Signals(signals)).await
+        });
         runtime.shutdown_timeout(EXIT_WAIT_MAX);
         ran
     });
@@ -150,8 +156,7 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
     })
 }
 
-async fn run(setup: Setup) -> Result<(), DaemonError> {
-    let mut signals = Signals::install().map_err(|error| DaemonError::Start("signals", error))?;
+async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
     if !setup.server.is_loopback() {
         tracing::warn!(
             "{} is reached without TLS: anybody on the way can read and change what is said, engines' keys included",
@@ -167,27 +172,38 @@ async fn run(setup: Setup) -> Result<(), DaemonError> {
         let supervisor = supervise(&setup, &node).await?;
         Ok::<_, DaemonError>((node, supervisor))
     };
+    tokio::pin!(starting);
+    let mut is_asked = false;
     let (node, supervisor) = tokio::select! {
-        started = starting => started?,
-        () = signals.stop() => return Ok(()),
+        started = &mut starting => started?,
+        () = stop.asked() => {
+            if !setup.stop_engines {
+                return Ok(());
+            }
+            // An earlier agent's engines are stopped too, and are only known once it has started.
+            is_asked = true;
+            starting.await?
+        }
     };
     let looking = tokio::spawn(node.clone().keep(supervisor.clone()));
     let session = Arc::new(session(&setup, node, supervisor.clone()));
-    let stop = CancellationToken::new();
+    let leave = CancellationToken::new();
     let held = {
-        let (session, stop) = (session.clone(), stop.clone());
-        tokio::spawn(async move { session.run(stop).await })
+        let (session, leave) = (session.clone(), leave.clone());
+        tokio::spawn(async move { session.run(leave).await })
     };
-    signals.stop().await;
+    if !is_asked {
+        stop.asked().await;
+    }
     if setup.stop_engines {
         // The server hears of each of them, so the goodbye comes last. A second signal leaves them running.
-        tracing::info!("stopping the engines; a second signal leaves them running");
+        tracing::info!("stopping the engines{}", stop.hint());
         tokio::select! {
             () = supervisor.shutdown(true) => session.engines_were_stopped(),
-            () = signals.stop() => {}
+            () = stop.asked() => {}
         }
     }
-    stop.cancel();
+    leave.cancel();
     let _ = tokio::join!(held, supervisor.shutdown(false));
     looking.abort();
     tracing::info!("stopped");
@@ -196,13 +212,19 @@ async fn run(setup: Setup) -> Result<(), DaemonError> {
 
 async fn supervise(setup: &Setup, node: &Node) -> Result<Arc<Supervisor>, DaemonError> {
     let allow = setup.config.engines.iter().map(|(engine, entry)| {
+        let commands = entry.commands.iter();
         let allowance = EngineAllowance {
-            executables: entry.commands.clone(),
+            // A relative path is one of a relative `--config`; the supervisor starts absolute ones only.
+            executables: commands
+                .map(|(name, path)| Ok((name.clone(), std::path::absolute(path)?)))
+                .collect::<std::io::Result<_>>()?,
             env: entry.env.clone(),
         };
-        (engine.clone(), allowance)
+        Ok((engine.clone(), allowance))
     });
-    let mut options = SupervisorOptions::new(setup.state.clone(), allow.collect());
+    let allow: std::io::Result<_> = allow.collect();
+    let allow = allow.map_err(|error| DaemonError::Start("the working directory", error))?;
+    let mut options = SupervisorOptions::new(setup.state.clone(), allow);
     options.cgroup_root = cgroup::delegated(&options.proc_root);
     options.gpus = node.gpus.clone();
     let (supervisor, adopted) = Supervisor::start(options)
@@ -243,6 +265,34 @@ fn host_name() -> std::io::Result<String> {
     Ok(name.trim().to_owned())
 }
 
+/// Who stops an agent.
+enum Stop {
+    /// Of a process of its own: the operator, who may ask twice.
+    Signals(Signals),
+    /// Of `llmgw dev`: the server's end, once.
+    Once(Option<CancellationToken>),
+}
+
+impl Stop {
+    async fn asked(&mut self) {
+        match self {
+            Stop::Signals(signals) => signals.stop().await,
+            Stop::Once(Some(token)) => {
+                token.cancelled().await;
+                *self = Stop::Once(None);
+            }
+            Stop::Once(None) => std::future::pending().await,
+        }
+    }
+
+    fn hint(&self) -> &'static str {
+        match self {
+            Stop::Signals(_) => "; a second signal leaves them running",
+            Stop::Once(_) => "",
+        }
+    }
+}
+
 /// SIGTERM and SIGINT stop an agent.
 struct Signals {
     terminate: Signal,
@@ -266,7 +316,7 @@ impl Signals {
 }
 
 impl DaemonError {
-    fn exit_status(&self) -> u8 {
+    pub fn exit_status(&self) -> u8 {
         match self {
             DaemonError::Config(_) | DaemonError::Usage(_) => 2,
             DaemonError::Supervisor(_) | DaemonError::Start(..) => 1,

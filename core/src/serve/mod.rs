@@ -6,8 +6,9 @@ pub mod report;
 pub mod signals;
 pub mod ticks;
 
+use std::collections::BTreeMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -49,6 +50,18 @@ pub struct ServerOptions {
     pub agents: Option<SocketAddr>,
     /// Validate and exit.
     pub check: bool,
+    /// `llmgw dev`: the one agent is in this process, and the terminal's end is this server's end.
+    pub dev: bool,
+}
+
+/// What an agent in the server's process needs to know of it.
+#[derive(Debug)]
+pub struct Opened {
+    /// Where agents connect; `None`: nowhere.
+    pub agents: Option<SocketAddr>,
+    pub state: PathBuf,
+    /// What engines' plugins start, by engine.
+    pub executables: BTreeMap<String, Vec<String>>,
 }
 
 /// Why a server did not start, and the exit status that says so.
@@ -87,6 +100,22 @@ struct Checked {
     admin_tls: Option<TlsAcceptor>,
 }
 
+impl Checked {
+    fn opened(&self, agents: Option<SocketAddr>) -> Opened {
+        let set = self.policies.current();
+        let executables = |name: &str| Some((name.to_owned(), set.engine(name)?.commands.clone()));
+        Opened {
+            agents,
+            state: self.config.state.clone(),
+            executables: set
+                .engine_names()
+                .into_iter()
+                .filter_map(executables)
+                .collect(),
+        }
+    }
+}
+
 /// The opened addresses.
 struct Bound {
     clients: Listener,
@@ -96,8 +125,8 @@ struct Bound {
     addresses: report::Addresses,
 }
 
-/// Runs a server to its end.
-pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
+/// Runs a server to its end; `opened` is told when its addresses are open, before it serves.
+pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<(), ServerError> {
     let checked = check(&options)?;
     if options.check {
         println!("{}: ok", options.config.display());
@@ -108,13 +137,14 @@ pub async fn run(options: ServerOptions) -> Result<(), ServerError> {
     }
     let telemetry = start_telemetry(&checked.config);
     raise_file_limit();
-    let mut signals = Signals::install().map_err(start_error("signals"))?;
+    let mut signals = Signals::install(options.dev).map_err(start_error("signals"))?;
     let Bound {
         clients,
         admin: admin_listener,
         agents,
         addresses,
     } = bind_all(&checked)?;
+    opened(checked.opened(addresses.agents));
     let Checked {
         config,
         policies,
@@ -279,6 +309,14 @@ impl ServerOptions {
             agents
                 .check()
                 .map_err(|error| format!("--agents {address}: {error}"))?;
+        }
+        if self.dev {
+            // The one agent brings all that runs with its registration, so there is nothing to wait for.
+            config.agents = Some(config::Agents {
+                address: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+                recovery: Duration::ZERO,
+                ..config::Agents::default()
+            });
         }
         Ok(config)
     }

@@ -1,4 +1,4 @@
-//! What the process is told by signals: SIGTERM and SIGINT stop it, SIGHUP reloads.
+//! What the process is told by signals: SIGTERM and SIGINT stop it, SIGHUP reloads, or stops `llmgw dev`.
 
 use std::io;
 use std::sync::Arc;
@@ -12,18 +12,21 @@ pub struct Signals {
     terminate: Signal,
     interrupt: Signal,
     hangup: Signal,
+    /// Who closes the terminal of `llmgw dev` is done with it.
+    hangup_stops: bool,
 }
 
 impl Signals {
-    pub fn install() -> io::Result<Signals> {
+    pub fn install(hangup_stops: bool) -> io::Result<Signals> {
         Ok(Signals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             hangup: signal(SignalKind::hangup())?,
+            hangup_stops,
         })
     }
 
-    /// Reloads on each SIGHUP; returns with the first signal to stop.
+    /// Reloads on each SIGHUP that does not stop; returns with the first signal to stop.
     pub async fn wait(&mut self, reloads: &Arc<Reloads>) {
         loop {
             tokio::select! {
@@ -31,7 +34,12 @@ impl Signals {
                     _ = self.terminate.recv() => {}
                     _ = self.interrupt.recv() => {}
                 } } => return,
-                _ = self.hangup.recv() => reloads.clone().in_background(),
+                _ = self.hangup.recv() => {
+                    if self.hangup_stops {
+                        return;
+                    }
+                    reloads.clone().in_background();
+                }
             }
         }
     }
