@@ -14,9 +14,15 @@ const FROM_THE_RUN_SCRIPTS: [(&str, &str); 5] = [
     ("STATE", ".llmgw"),
 ];
 
+/// The server checks its own files, `inventory` reads an agent's.
 fn checked(directory: &Path, file: &Path) {
+    let is_agent = file.file_name().is_some_and(|name| name == "agent.yaml");
+    let arguments: &[&str] = match is_agent {
+        true => &["agent", "inventory", "--config"],
+        false => &["server", "--check", "--config"],
+    };
     let ran = Command::new(env!("CARGO_BIN_EXE_llmgw"))
-        .args(["server", "--check", "--config"])
+        .args(arguments)
         .arg(file)
         .current_dir(directory)
         // What the examples take from the environment.
@@ -67,6 +73,34 @@ fn the_configurations_in_the_documents_pass_their_check() {
             std::fs::write(&file, block).unwrap();
             checked(&directory, &file);
         }
+    }
+    std::fs::remove_dir_all(&directory).unwrap();
+}
+
+#[test]
+fn the_units_of_systemd_are_right_where_systemd_can_say_so() {
+    let units = Path::new(ROOT).join("examples/systemd");
+    let directory = std::env::temp_dir().join(format!("llmgw-units-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    for name in ["llmgw-server.service", "llmgw-agent.service"] {
+        let text = std::fs::read_to_string(units.join(name)).unwrap();
+        let (installed, here) = ("/usr/local/bin/llmgw", env!("CARGO_BIN_EXE_llmgw"));
+        assert!(text.contains(installed), "{name}");
+        let file = directory.join(name);
+        std::fs::write(&file, text.replace(installed, here)).unwrap();
+        let ran = Command::new("systemd-analyze")
+            .arg("verify")
+            .arg(&file)
+            .output();
+        // Not every machine that runs tests has it.
+        let Ok(ran) = ran else { continue };
+        let said = String::from_utf8_lossy(&ran.stderr);
+        assert!(ran.status.success() && said.is_empty(), "{name}: {said}");
+    }
+    // What lets engines outlive their agent's unit.
+    let agent = std::fs::read_to_string(units.join("llmgw-agent.service")).unwrap();
+    for line in ["KillMode=process", "Delegate=yes", "OOMPolicy=continue"] {
+        assert!(agent.lines().any(|found| found == line), "{line}");
     }
     std::fs::remove_dir_all(&directory).unwrap();
 }
