@@ -1,4 +1,4 @@
-//! The guides of policies and engines, executed: their files are written, their commands run, their output compared.
+//! The guides, executed: their files are written, their commands run, their output compared.
 //!
 //! A fenced block `LANGUAGE PATH` is a file. In a `console` block `$ ` begins a command and what follows is what it
 //! prints; a line `...` stands for any lines. A command that ends in `&` runs until the guide's end. Ages, times,
@@ -9,24 +9,45 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
 /// How long the server may take to do what a guide says it does.
-const PATIENCE: Duration = Duration::from_secs(15);
+const PATIENCE: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The addresses that guides use; the tests put free ones in their place.
 const CLIENTS: &str = "127.0.0.1:8080";
 const ADMIN: &str = "127.0.0.1:8081";
+const AGENTS: &str = "127.0.0.1:8443";
 /// As long as a port that the system chooses, so that columns are as wide.
 const ENGINE: &str = "127.0.0.1:30001";
+
+/// The engine that the guide to operate has installed, and what is there instead: a fake that takes its command line.
+const LLAMA_SERVER: &str = "/opt/llama.cpp/llama-server";
+const LLAMA_SCRIPT: &str = r#"#!/bin/sh
+while [ $# -gt 0 ]; do
+  case $1 in
+    --alias) alias=$2 ;;
+    --host) host=$2 ;;
+    --port) port=$2 ;;
+  esac
+  shift
+done
+echo "0.01.056.996 I srv          init: listening on http://$host:$port"
+exec FAKE_ENGINE --kind llamacpp --model "$alias" --listen "$host:$port" --api-key "$LLAMA_API_KEY" >/dev/null
+"#;
 
 /// A guide being followed, in a directory of its own.
 struct Reader {
     dir: PathBuf,
     /// What the guide says, and what it is here.
     addresses: Vec<(&'static str, String)>,
+    /// Servers and agents.
     children: Vec<Child>,
 }
 
@@ -35,6 +56,10 @@ impl Drop for Reader {
         for child in &mut self.children {
             let _ = child.kill();
             let _ = child.wait();
+        }
+        // Engines outlive their agents.
+        for pid in engines_below(&self.dir) {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
         let _ = std::fs::remove_dir_all(&self.dir);
     }
@@ -51,12 +76,45 @@ fn the_guide_to_add_an_engine_is_true() {
     follow("add-an-engine", Some(engine));
 }
 
+#[test]
+fn the_guide_to_operate_is_true() {
+    follow("operate", None);
+}
+
+/// The processes whose environment names an agent's state below this directory.
+fn engines_below(dir: &Path) -> Vec<i32> {
+    let state = format!("LLMGW_STATE={}/", dir.display());
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|pid: &i32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let mut variables = environment.split(|byte| *byte == 0);
+        variables.any(|variable| variable.starts_with(state.as_bytes()))
+    })
+    .collect()
+}
+
+/// Puts the fake llama.cpp into the guide's directory.
+fn llama_server(dir: &Path) -> String {
+    let fake = Path::new(env!("CARGO_BIN_EXE_llmgw")).with_file_name("fake-engine");
+    let file = dir.join("llama-server");
+    let script = LLAMA_SCRIPT.replace("FAKE_ENGINE", fake.to_str().unwrap());
+    std::fs::write(&file, script).unwrap();
+    std::fs::set_permissions(&file, PermissionsExt::from_mode(0o755)).unwrap();
+    file.to_str().unwrap().to_owned()
+}
+
 fn follow(name: &str, engine: Option<SocketAddr>) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("docs/guides/{name}.md"));
     let text = std::fs::read_to_string(&path).unwrap();
     let dir = std::env::temp_dir().join(format!("llmgw-guide-{}-{name}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
-    let mut addresses = vec![(CLIENTS, free_address()), (ADMIN, free_address())];
+    let mut addresses = vec![
+        (CLIENTS, free_address()),
+        (ADMIN, free_address()),
+        (AGENTS, free_address()),
+        (LLAMA_SERVER, llama_server(&dir)),
+    ];
     addresses.extend(engine.map(|engine| (ENGINE, engine.to_string())));
     let mut reader = Reader {
         dir,
@@ -235,6 +293,14 @@ fn steady(command: &str, line: &str) -> String {
         return words.collect::<Vec<_>>().join(" ");
     }
     let words: Vec<&str> = line.split_whitespace().collect();
+    let shows_nodes = ["llmgw ctl nodes", "llmgw ctl replicas", "llmgw ctl logs"];
+    if shows_nodes.iter().any(|start| command.starts_with(start)) {
+        return words
+            .into_iter()
+            .map(of_the_machine)
+            .collect::<Vec<_>>()
+            .join(" ");
+    }
     match words[..] {
         ["llmgw", version, "up", _] => format!("llmgw {version} up"),
         // A row of `hooks that fell back` ends with how often.
@@ -243,6 +309,16 @@ fn steady(command: &str, line: &str) -> String {
         ["#", .., "in", _, "s"] => words[..words.len() - 2].join(" "),
         [.., _, "ago"] => words[..words.len() - 2].join(" "),
         _ => line.to_owned(),
+    }
+}
+
+/// How much a node has depends on it, and which ports are free.
+fn of_the_machine(word: &str) -> &str {
+    let is_number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    match word.split_once('/') {
+        Some((free, all)) if is_number(free) && is_number(all) => "free/all",
+        _ if word.contains("127.0.0.1:21") => "an engine",
+        _ => word,
     }
 }
 
