@@ -389,10 +389,27 @@ impl Supervisor {
         };
         raise(handle, asked);
         if handle.is_over() && asked >= Asked::Stop {
-            // Its last status was for whoever asked for it.
+            // Its last status was for whoever asked for it, and who asked now waits for the end of this one.
+            self.forget(handle);
             shards.remove(shard);
         }
         true
+    }
+
+    /// A shard that failed counts as stopped once somebody stops it.
+    fn forget(&self, handle: &Handle) {
+        let board = &self.context.board;
+        let Some(last) = board.get(&handle.spec.shard, &handle.spec_hash) else {
+            return;
+        };
+        if last.state != ShardState::Stopped {
+            board.put(ShardStatus {
+                state: ShardState::Stopped,
+                log_tail: Vec::new(),
+                since_ms: wall_ms(),
+                ..last
+            });
+        }
     }
 
     fn all_over(&self) -> bool {

@@ -246,6 +246,28 @@ async fn a_failed_shard_can_be_started_again() {
 }
 
 #[tokio::test]
+async fn a_failed_shard_that_is_stopped_is_reported_stopped_and_no_longer_registered() {
+    let mut node = Node::start().await;
+    let spec = silent(SHARD, vec![script("exit 3")]);
+    node.supervisor.start_shard(spec.clone());
+    let failed = node
+        .until(SHARD, |status| status.state == ShardState::Failed)
+        .await;
+    assert_eq!(node.supervisor.shards().len(), 1);
+    assert!(node.supervisor.stop_shard(SHARD, false));
+    let stopped = node
+        .until(SHARD, |status| status.state == ShardState::Stopped)
+        .await;
+    assert_eq!(
+        (stopped.spec_hash, stopped.reason, stopped.exit),
+        (spec.hash(), failed.reason, failed.exit)
+    );
+    assert_eq!(node.supervisor.shards(), []);
+    // The server is told that too: it waits for an end of each.
+    assert!(!node.supervisor.stop_shard(SHARD, false));
+}
+
+#[tokio::test]
 async fn commands_start_in_order_and_a_sidecars_death_is_the_shards() {
     let mut node = Node::start().await;
     let port = free_port();
