@@ -167,7 +167,9 @@ impl SpecStore {
             let file = directory.join("shard.json");
             // Left by an agent that died while it wrote.
             let _ = fs::remove_file(temporary(&file));
-            if !file.exists() {
+            // A link that leads nowhere, or a disk that does not answer, is no record that was never written.
+            let looked = fs::symlink_metadata(&file);
+            if looked.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
                 // It died before the first record of a shard was whole, or while it deleted one: nothing ran.
                 remove_directory(&directory);
                 continue;

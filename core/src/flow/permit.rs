@@ -73,7 +73,8 @@ impl Permit {
 
     /// What it cost, by the engine's own count.
     pub fn settle(&mut self, input: u64, cached: u64, output: u64) {
-        let cost = self.prices.prompt(input, cached) + self.prices.output(output);
+        let prompt = self.prices.prompt(input, cached);
+        let cost = prompt.saturating_add(self.prices.output(output));
         self.settled = Settled::Cost(cost);
     }
 

@@ -10,6 +10,9 @@ use serde_json::value::RawValue;
 
 use super::dialect::Key;
 
+/// No request has more tokens than this.
+const TOKENS_MAX: u64 = 1_000_000_000;
+
 /// Tokens of one request. `None` where no engine said.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -21,6 +24,16 @@ pub struct Usage {
 }
 
 impl Usage {
+    /// Without counts that no engine can mean: they are as good as none.
+    fn plausible(self) -> Usage {
+        let plausible = |count: Option<u64>| count.filter(|count| *count <= TOKENS_MAX);
+        Usage {
+            input: plausible(self.input),
+            cached: plausible(self.cached),
+            output: plausible(self.output),
+        }
+    }
+
     /// Takes what `later` knows. A Messages stream tells the input first and the output at the end.
     pub fn merge(&mut self, later: Usage) {
         self.input = later.input.or(self.input);
@@ -181,6 +194,7 @@ impl Usage {
                 .or(fields.cache_read_input_tokens),
             output: fields.completion_tokens.or(fields.output_tokens),
         };
+        let usage = usage.plausible();
         (!usage.is_empty()).then_some(usage)
     }
 }
@@ -188,6 +202,16 @@ impl Usage {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_count_that_no_engine_can_mean_is_none() {
+        let json = r#"{"usage":{"prompt_tokens":9000000000000000,"completion_tokens":7}}"#;
+        let found = find_usage(json.as_bytes()).unwrap();
+        assert_eq!((found.input, found.output), (None, Some(7)));
+        let json =
+            r#"{"usage":{"prompt_tokens":18446744073709551615,"completion_tokens":1000000001}}"#;
+        assert_eq!(find_usage(json.as_bytes()), None);
+    }
     use crate::gateway::recordings::recording;
     use crate::gateway::sse::events;
 

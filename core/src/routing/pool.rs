@@ -25,6 +25,8 @@ use crate::{clock, random};
 
 /// Candidates that a `routing.rank` hook is shown: the best ones by the native score.
 const RANKED_MAX: usize = 8;
+/// A gate that lets no KV-cache use at all is taken for this, where it is divided by.
+const KV_MAX_MIN: f64 = 0.01;
 /// Images, sound and forms are no text: their bytes count as no more than this, in tokens.
 const NOT_TEXT_MAX_TOKENS: u64 = 4_096;
 /// Answers to one prompt that are counted (`n`): OpenAI's own limit.
@@ -527,7 +529,7 @@ pub(crate) fn saturation(candidates: &[Candidate], gate: &Gate) -> Option<f64> {
             .metrics_age_ms
             .is_some_and(|age| age <= KV_FRESH_MS as f64);
         match (candidate.kv.filter(|_| is_fresh), candidate.slots) {
-            (Some(kv), _) => prefill.max(kv / gate.kv_max),
+            (Some(kv), _) => prefill.max(kv / gate.kv_max.max(KV_MAX_MIN)),
             (None, Some(slots)) => {
                 prefill.max((f64::from(candidate.inflight) / f64::from(slots.max(1))).min(1.0))
             }

@@ -37,7 +37,13 @@ pub fn start(gateway: Arc<Gateway>) -> Ticks {
         .spawn(move || {
             // The first step takes all, so that nothing is served by built-in numbers for long.
             let mut step = 0;
+            let mut generation = 0;
             while stopped.recv_timeout(STEP) == Err(RecvTimeoutError::Timeout) {
+                // A new set's numbers hold at once, not only when their turn comes.
+                let now = gateway.policies.current().generation();
+                if std::mem::replace(&mut generation, now) != now {
+                    step = 0;
+                }
                 // A tick that panics (it has said so) must not end all the others.
                 let _ = catch_unwind(AssertUnwindSafe(|| tick(&gateway, step)));
                 step += 1;
