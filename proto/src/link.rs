@@ -7,17 +7,18 @@ use std::error::Error;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::{Request, Response, Uri};
 use hyper::client::conn::http2::SendRequest;
+use hyper::rt::Executor;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tonic::codegen::tokio_stream::Stream;
 use tonic::{Code, Status, async_trait};
 
@@ -80,7 +81,31 @@ pub enum Heard<M> {
 
 /// A connection that an agent dialled. Dropped, it is closed.
 #[derive(Debug)]
-pub struct Dialled(JoinHandle<()>);
+pub struct Dialled(Tasks);
+
+/// The tasks of one connection. hyper hands the one that owns the socket to its executor: to cut the connection is to end that one.
+#[derive(Debug, Clone, Default)]
+struct Tasks(Arc<Mutex<JoinSet<()>>>);
+
+impl Tasks {
+    fn lock(&self) -> MutexGuard<'_, JoinSet<()>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<F> Executor<F> for Tasks
+where
+    F: Future<Output: Send> + Send + 'static,
+{
+    fn execute(&self, task: F) {
+        let mut tasks = self.lock();
+        // Those that ended are forgotten, so that a long session keeps none of them.
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(async move {
+            task.await;
+        });
+    }
+}
 
 /// Why a connection could not be made or did not last.
 #[derive(Debug)]
@@ -98,7 +123,8 @@ pub async fn dial<S>(
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let (requests, connection) = hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+    let tasks = Tasks::default();
+    let (requests, connection) = hyper::client::conn::http2::Builder::new(tasks.clone())
         .timer(TokioTimer::new())
         .keep_alive_interval(keep_alive.interval)
         .keep_alive_timeout(keep_alive.timeout)
@@ -111,16 +137,17 @@ where
         .await
         .map_err(|error| LinkError(chain(&error)))?;
     // Its end is the end of what is heard.
-    let dialled = Dialled(tokio::spawn(async move {
+    tasks.execute(async move {
         let _ = connection.await;
-    }));
+    });
+    let dialled = Dialled(tasks);
     let mut client = FleetClient::with_origin(Requests(requests), Uri::from_static("http://fleet"))
         .max_decoding_message_size(MESSAGE_MAX_BYTES)
         .max_encoding_message_size(MESSAGE_MAX_BYTES);
     let heard = client
         .session(Outgoing(outgoing))
         .await
-        .map_err(|status| LinkError(told(&status)))?;
+        .map_err(|status| LinkError(with_hint(told(&status))))?;
     Ok((Hearing(heard.into_inner()), dialled))
 }
 
@@ -175,7 +202,15 @@ impl<M: Spoken> Hearing<M> {
 
 impl Drop for Dialled {
     fn drop(&mut self) {
-        self.0.abort();
+        self.0.lock().abort_all();
+    }
+}
+
+/// What is probably meant by an address at which nobody speaks gRPC.
+fn with_hint(text: String) -> String {
+    match text.ends_with("connection closed") {
+        true => format!("{text} (is that the agents' address of a llmgw server?)"),
+        false => text,
     }
 }
 

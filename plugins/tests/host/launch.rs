@@ -134,7 +134,7 @@ fn sglang_is_told_where_its_ranks_meet() {
         lines("sglang", &gang),
         [
             "sglang serve --model-path org/m --served-model-name m --host 10.0.0.1 --port 21000 --tp-size 4 --pp-size 1 \
-          --enable-metrics --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:21001"
+          --enable-metrics --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:21001 --api-key ${LLMGW_API_KEY}"
         ]
     );
 }

@@ -203,5 +203,6 @@ async fn what_is_no_server_is_said() {
     });
     let (_up, outgoing) = mpsc::channel(8);
     let error = dial(near, KEEP_ALIVE, outgoing).await.err().unwrap();
-    assert!(error.to_string().contains("http2"), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("the agents' address"), "{text}");
 }
