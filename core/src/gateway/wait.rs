@@ -144,11 +144,10 @@ impl Wait {
             }
         }
         self.waited = true;
+        let left = self.left(job);
         let Some(place) = &mut self.place else {
             return Ok(None);
         };
-        let ttl = job.queue_ttl.unwrap_or(Duration::from_millis(place.ttl_ms));
-        let left = ttl.saturating_sub(self.started.elapsed());
         let turn = tokio::time::timeout(left, place.turn()).await;
         // Until now there was a replica to wait for: the time for a first probe begins when there is none.
         self.undecided_since = Instant::now();
@@ -229,6 +228,7 @@ impl Wait {
     fn give_back(&mut self, mut permit: Permit) {
         permit.failed();
         self.place = None;
+        self.held = None;
         self.goes_first = true;
     }
 }
