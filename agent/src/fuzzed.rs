@@ -181,13 +181,45 @@ pub fn page_layout(data: &[u8]) {
     assert_eq!(letters(&out), letters(&input) + 1);
 }
 
+/// What both sets of targets are held to.
+#[cfg(test)]
+pub(crate) mod checks {
+    use std::path::{Path, PathBuf};
+
+    use super::Target;
+
+    /// Each recording is also cut off after so many equal parts.
+    const CUTS: usize = 12;
+
+    /// No target finds anything in a recording, whole or cut off.
+    pub(crate) fn hold_for(targets: &[(&str, Target)], recordings: &[PathBuf]) {
+        for path in recordings {
+            let bytes = std::fs::read(path).unwrap();
+            for cut in 0..=CUTS {
+                for (_, target) in targets {
+                    target(&bytes[..bytes.len() * cut / CUTS]);
+                }
+            }
+        }
+    }
+
+    /// Every target is one of the fuzz crate's.
+    pub(crate) fn are_in_the_fuzz_crate(targets: &[(&str, Target)]) {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
+        let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
+        for (name, _) in targets {
+            assert!(manifest.contains(&format!("name = \"{name}\"")), "{name}");
+            let file = root.join(format!("fuzz_targets/{name}.rs"));
+            let text = std::fs::read_to_string(file).unwrap();
+            assert!(text.contains(&format!("fuzzed::{name}(data)")), "{name}");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::path::PathBuf;
-
-    /// At how many places each recording is cut off.
-    const CUTS: usize = 12;
 
     #[test]
     fn what_must_hold_holds_for_every_recording_whole_and_cut_off() {
@@ -200,25 +232,11 @@ mod tests {
             recordings.extend(entries.map(|entry| entry.unwrap().path()));
         }
         assert!(recordings.len() > 25, "{}", recordings.len());
-        for path in recordings {
-            let bytes = std::fs::read(&path).unwrap();
-            for cut in 0..=CUTS {
-                for (_, target) in TARGETS {
-                    target(&bytes[..bytes.len() * cut / CUTS]);
-                }
-            }
-        }
+        checks::hold_for(&TARGETS, &recordings);
     }
 
     #[test]
     fn every_target_has_its_file_in_the_fuzz_crate() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
-        let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
-        for (name, _) in TARGETS {
-            assert!(manifest.contains(&format!("name = \"{name}\"")), "{name}");
-            let file = root.join(format!("fuzz_targets/{name}.rs"));
-            let text = std::fs::read_to_string(file).unwrap();
-            assert!(text.contains(&format!("fuzzed::{name}(data)")), "{name}");
-        }
+        checks::are_in_the_fuzz_crate(&TARGETS);
     }
 }

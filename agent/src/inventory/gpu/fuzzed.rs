@@ -14,8 +14,7 @@ use super::health::settle_memory_held;
 use super::smi::run::{Ran, RunError, Smi};
 use super::smi::{compute_apps, failure, links, list, query, read, topo};
 
-/// Asserts what must hold for an input.
-pub type Target = fn(&[u8]);
+pub use crate::fuzzed::Target;
 
 /// Every target by its name.
 pub const TARGETS: [(&str, Target); 8] = [
@@ -214,10 +213,8 @@ fn stands_in(text: &str, number: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fuzzed::checks;
     use std::path::PathBuf;
-
-    /// At how many places each recording is cut off.
-    const CUTS: usize = 12;
 
     fn files(directory: &Path, found: &mut Vec<PathBuf>) {
         for entry in std::fs::read_dir(directory).unwrap() {
@@ -237,14 +234,7 @@ mod tests {
         files(&root.join("smi"), &mut recordings);
         files(&root.join("nvml"), &mut recordings);
         assert!(recordings.len() > 100);
-        for path in recordings {
-            let bytes = std::fs::read(&path).unwrap();
-            for cut in 0..=CUTS {
-                for (_, target) in TARGETS {
-                    target(&bytes[..bytes.len() * cut / CUTS]);
-                }
-            }
-        }
+        checks::hold_for(&TARGETS, &recordings);
     }
 
     #[test]
@@ -272,13 +262,6 @@ mod tests {
 
     #[test]
     fn every_target_has_its_file_in_the_fuzz_crate() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
-        let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
-        for (name, _) in TARGETS {
-            assert!(manifest.contains(&format!("name = \"{name}\"")), "{name}");
-            let file = root.join(format!("fuzz_targets/{name}.rs"));
-            let text = std::fs::read_to_string(file).unwrap();
-            assert!(text.contains(&format!("fuzzed::{name}(data)")), "{name}");
-        }
+        checks::are_in_the_fuzz_crate(&TARGETS);
     }
 }
