@@ -214,7 +214,7 @@ fn fast(set: &PolicySet, tenants: usize) -> f64 {
         .enumerate()
         .map(|(at, slots)| {
             let lane = queues.lane(&Arc::from(at.to_string()), slots);
-            queues.tell(lane, facts());
+            queues.tell([(lane, facts())]);
             lane
         })
         .collect();

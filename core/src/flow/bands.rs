@@ -92,10 +92,7 @@ impl Bands {
     pub(super) fn set(&mut self, specs: &[BandSpec]) {
         for spec in specs {
             match self.find(&spec.name) {
-                Some(band) => {
-                    self.all[band].spec = spec.clone();
-                    self.all[band].retired = false;
-                }
+                Some(band) => self.all[band].spec = spec.clone(),
                 None => {
                     self.add(spec);
                 }
@@ -104,7 +101,7 @@ impl Bands {
         for (_, band) in &mut self.all {
             band.retired = !specs.iter().any(|spec| spec.name == band.spec.name);
         }
-        self.tidy();
+        self.forget_retired();
     }
 
     pub(super) fn find(&self, name: &str) -> Option<usize> {
@@ -130,7 +127,7 @@ impl Bands {
     pub(super) fn next(&mut self, lane: LaneId, now_ms: u64) -> Option<(usize, Next)> {
         let mut highest = None;
         let mut poorest: Option<(f64, usize)> = None;
-        let mut total: Option<Shares> = None;
+        let mut shares: Option<Shares> = None;
         for at in 0..self.order.len() {
             let band = self.order[at];
             if !self.all[band].rotation.waits_on(lane) {
@@ -141,7 +138,7 @@ impl Bands {
             if floor <= 0.0 {
                 continue;
             }
-            let shares = total.get_or_insert_with(|| self.shares(now_ms));
+            let shares = shares.get_or_insert_with(|| self.shares(now_ms));
             let Some(share) = shares.of(band) else {
                 continue;
             };
@@ -222,13 +219,21 @@ impl Bands {
                 costs[band] = state.served.sum(now_ms);
             }
         }
-        Shares { costs }
+        let total = costs
+            .iter()
+            .fold(0_u64, |sum, cost| sum.saturating_add(*cost));
+        Shares { costs, total }
     }
 
     pub(super) fn tidy(&mut self) {
         self.all
             .iter_mut()
             .for_each(|(_, band)| band.rotation.tidy());
+        self.forget_retired();
+    }
+
+    /// Bands that a reload removed go once nothing of them is left.
+    fn forget_retired(&mut self) {
         let all = &mut self.all;
         all.retain(|_, band| !band.retired || band.inflight > 0 || !band.waiting.is_empty());
         // The number of a band that went may be given to another.
@@ -237,14 +242,16 @@ impl Bands {
             self.recent.clear();
             self.first_recent += SHARE_REQUESTS as u64;
         }
-        self.order = self.all.iter().map(|(id, _)| id).collect();
+        self.put_in_order();
+    }
+
+    fn put_in_order(&mut self) {
         let all = &self.all;
+        self.order = all.iter().map(|(id, _)| id).collect();
         self.order.sort_by(|left, right| {
-            let by_priority = all[*right]
-                .spec
-                .priority
-                .total_cmp(&all[*left].spec.priority);
-            by_priority.then_with(|| all[*left].spec.name.cmp(&all[*right].spec.name))
+            let (left, right) = (&all[*left].spec, &all[*right].spec);
+            let by_priority = right.priority.total_cmp(&left.priority);
+            by_priority.then_with(|| left.name.cmp(&right.name))
         });
     }
 
@@ -301,14 +308,7 @@ impl Bands {
             rejections: Window::new(COUNT_WINDOW_MS),
             retired: false,
         });
-        self.order.push(id);
-        let all = &self.all;
-        self.order.sort_by(|left, right| {
-            all[*right]
-                .spec
-                .priority
-                .total_cmp(&all[*left].spec.priority)
-        });
+        self.put_in_order();
         id
     }
 }
@@ -316,16 +316,13 @@ impl Bands {
 /// What the bands were served lately, by their numbers.
 struct Shares {
     costs: Vec<u64>,
+    total: u64,
 }
 
 impl Shares {
     /// 0..1; unknown where nothing was served.
     fn of(&self, band: usize) -> Option<f64> {
-        let total = self
-            .costs
-            .iter()
-            .fold(0_u64, |sum, cost| sum.saturating_add(*cost));
-        (total > 0).then(|| self.costs[band] as f64 / total as f64)
+        (self.total > 0).then(|| self.costs[band] as f64 / self.total as f64)
     }
 }
 

@@ -289,8 +289,8 @@ impl Dispatcher {
         orphans
     }
 
-    /// Other slots of a replica hold from now on.
-    pub fn slots_changed(&mut self) {
+    /// Other slots of a replica, or another gate, hold from now on.
+    fn slots_changed(&mut self) {
         let gate = self.gate.clone();
         for lane in self.lanes.values_mut() {
             lane.tell(lane.facts, &gate);

@@ -10,7 +10,7 @@ use tokio::sync::{Notify, oneshot};
 
 use super::bands::BandReport;
 use super::cost::Prices;
-use super::dispatch::{Ahead, Arrival, Arrived, Dispatcher, Grant, LaneReport};
+use super::dispatch::{Ahead, Arrival, Arrived, Dispatcher, Grant, LaneReport, Settled};
 use super::lane::LaneFacts;
 use super::permit::Permit;
 use super::rotation::Ticket;
@@ -175,10 +175,14 @@ impl Queues {
         });
     }
 
-    /// News of one replica.
-    pub fn tell(&self, lane: LaneId, facts: LaneFacts) {
+    /// News of replicas.
+    pub fn tell(&self, news: impl IntoIterator<Item = (LaneId, LaneFacts)>) {
         let now = clock::now_ms();
-        self.change(|dispatcher| dispatcher.tell(lane, facts, now));
+        self.change(|dispatcher| {
+            news.into_iter()
+                .flat_map(|(lane, facts)| dispatcher.tell(lane, facts, now))
+                .collect()
+        });
     }
 
     // Ticks.
@@ -232,7 +236,7 @@ impl Queues {
     // For permits.
 
     /// Ends a request, and gives its slot to whoever is next.
-    pub(super) fn release(&self, grant: Grant, settled: super::dispatch::Settled) {
+    pub(super) fn release(&self, grant: Grant, settled: Settled) {
         let now = clock::now_ms();
         let (lane, slots) = (grant.lane, grant.slots.clone());
         let watchers = slots.watchers();
@@ -246,18 +250,19 @@ impl Queues {
             return told.send();
         }
         drop(state);
-        match watchers.is_empty() {
-            true => self.freed(&slots),
-            false => watchers.iter().for_each(|watcher| watcher.freed(&slots)),
-        }
+        self.there_is_room(&slots, &watchers);
     }
 
     /// A prompt was read, which may leave room for the next.
     pub(super) fn read(&self, slots: &Arc<Slots>) {
-        let watchers = slots.watchers();
-        match watchers.is_empty() {
-            true => self.freed(slots),
-            false => watchers.iter().for_each(|watcher| watcher.freed(slots)),
+        self.there_is_room(slots, &slots.watchers());
+    }
+
+    /// Fills an engine, in the order of those who watch it; where only this model has it, nobody needs to.
+    fn there_is_room(&self, slots: &Arc<Slots>, watchers: &[Arc<dyn Watcher>]) {
+        match watchers {
+            [] => self.freed(slots),
+            watchers => watchers.iter().for_each(|watcher| watcher.freed(slots)),
         }
     }
 

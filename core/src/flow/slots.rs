@@ -81,8 +81,9 @@ impl Slots {
         self.sent_tokens.load(Ordering::Relaxed)
     }
 
-    /// Every slot is taken: a request that chose this engine would wait.
-    pub fn is_full(&self) -> bool {
+    /// Every slot is taken.
+    #[cfg(test)]
+    fn is_full(&self) -> bool {
         self.inflight() >= self.limit.load(Ordering::Relaxed)
     }
 

@@ -215,17 +215,25 @@ impl Exchange {
     fn write_tokens(&mut self, record: &mut OpenRecord) {
         let counted = self.usage.output.is_some() || self.usage.input.is_some();
         record.tokens_estimated = !counted;
-        record.input_tokens = self.usage.input.or(Some(self.asked.ask.input_tokens));
+        record.input_tokens = Some(self.input_tokens());
         record.cached_tokens = self.usage.cached;
         record.output_tokens = self.usage.output.or(Some(self.events));
         if counted || self.events > 0 {
-            let input = self.usage.input.unwrap_or(self.asked.ask.input_tokens);
-            // An engine that does not say had what the router believed.
-            let cached = self.usage.cached.unwrap_or(self.asked.prefix_tokens);
             let output = self.usage.output.unwrap_or(self.events);
-            self.permit.settle(input, cached, output);
+            self.permit
+                .settle(self.input_tokens(), self.cached_tokens(), output);
         }
         record.cost = self.permit.cost();
+    }
+
+    /// As the engine counted them, else as they were estimated.
+    fn input_tokens(&self) -> u64 {
+        self.usage.input.unwrap_or(self.asked.ask.input_tokens)
+    }
+
+    /// An engine that does not say had what the router believed.
+    fn cached_tokens(&self) -> u64 {
+        self.usage.cached.unwrap_or(self.asked.prefix_tokens)
     }
 
     fn blame(&mut self, ending: &Ending) {
@@ -246,8 +254,7 @@ impl Exchange {
             return;
         };
         let first_byte = first.duration_since(self.sent_at);
-        let input = self.usage.input.unwrap_or(self.asked.ask.input_tokens);
-        let cached = self.usage.cached.unwrap_or(self.asked.prefix_tokens);
+        let (input, cached) = (self.input_tokens(), self.cached_tokens());
         // A whole answer comes at once: its first byte says nothing about the prompt alone.
         if self.events > 0 {
             let replica = &self.admitted.replica;

@@ -109,9 +109,7 @@ impl Fleet {
     pub fn take_over(&self) {
         for pool in self.pools.values() {
             let lanes: Vec<LaneId> = pool.replicas.iter().map(|replica| replica.lane).collect();
-            for replica in &pool.replicas {
-                replica.tell_queue();
-            }
+            pool.tell_queue();
             pool.queues.retain(&lanes);
             pool.queues.changed.notify_waiters();
         }

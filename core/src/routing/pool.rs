@@ -321,6 +321,19 @@ impl Pool {
     }
 }
 
+impl Pool {
+    /// Tells the queue what may be sent to each replica, all at once.
+    pub fn tell_queue(&self) {
+        // Looked at before the queue is locked.
+        let news: Vec<_> = self
+            .replicas
+            .iter()
+            .filter_map(|replica| replica.news())
+            .collect();
+        self.queues.tell(news);
+    }
+}
+
 /// What the policy says of a pool, a few times a second. On the tick thread, never on a request's path.
 impl Pool {
     /// Asks for the scorer's knobs, and lets those who wait for too long go elsewhere.
@@ -330,9 +343,7 @@ impl Pool {
         if **self.weights.load() != weights {
             self.weights.store(Arc::new(weights));
         }
-        for replica in &self.replicas {
-            replica.tell_queue();
-        }
+        self.tell_queue();
     }
 
     /// Asks for the bands and for how much is sent to one replica.

@@ -264,10 +264,12 @@ impl Replica {
 
     /// Tells the queue what may be sent here.
     pub fn tell_queue(&self) {
-        // Another one may have its place in the queue by now.
-        if !self.retired.is_cancelled() {
-            self.queues.tell(self.lane, self.facts(clock::now_ms()));
-        }
+        self.queues.tell(self.news());
+    }
+
+    /// What the queue has to know of it now. Nothing once it is retired: another one may have its place by then.
+    pub fn news(&self) -> Option<(LaneId, LaneFacts)> {
+        (!self.retired.is_cancelled()).then(|| (self.lane, self.facts(clock::now_ms())))
     }
 
     fn facts(&self, now_ms: u64) -> LaneFacts {
