@@ -1,13 +1,11 @@
 //! `llmgw agent` as a process: against a server in the test, which commands it by hand, and against `llmgw server`.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use llmgw_core::control::observed::{Commands, Observed, Timing};
@@ -15,12 +13,14 @@ use llmgw_core::control::sessions::{Door, Sessions, SessionsOptions};
 use llmgw_core::control::snapshot::NodeState;
 use llmgw_proto::session::{ServerMessage, StopHow, StopShard};
 use llmgw_proto::shard::{Readiness, ShardCommand, ShardSpec, ShardState, ShardStatus};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
-/// No test waits for longer; none waits for less than what it waits for.
-const PATIENCE: Duration = Duration::from_secs(60);
+#[path = "harness/said.rs"]
+mod said;
+
+use said::{PATIENCE, Process};
+
 /// Stopping an agent takes less, although a stream is open.
 const STOP_MAX: Duration = Duration::from_secs(2);
 
@@ -50,39 +50,15 @@ impl Drop for Directory {
     }
 }
 
-/// A process of llmgw, and what it says.
-struct Llmgw {
-    child: Child,
-    said: Receiver<String>,
-    heard: Vec<String>,
-}
+/// A process of llmgw.
+struct Llmgw;
 
 impl Llmgw {
-    fn start(arguments: &[&str]) -> Llmgw {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_llmgw"))
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stderr = BufReader::new(child.stderr.take().unwrap());
-        let (lines, said) = channel();
-        std::thread::spawn(move || {
-            for line in stderr.lines().map_while(Result::ok) {
-                if lines.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        Llmgw {
-            child,
-            said,
-            heard: Vec::new(),
-        }
+    fn start(arguments: &[&str]) -> Process {
+        Process::start(Command::new(env!("CARGO_BIN_EXE_llmgw")).args(arguments))
     }
 
-    fn agent(server: &str, directory: &Directory, node: &str) -> Llmgw {
+    fn agent(server: &str, directory: &Directory, node: &str) -> Process {
         let state = directory.0.join(node);
         let config = directory.write(
             "agent.yaml",
@@ -95,41 +71,6 @@ impl Llmgw {
         Llmgw::start(&[
             "agent", "--server", server, "--node", node, "--state", state, "--config", config,
         ])
-    }
-
-    /// Waits for a line with this in it.
-    fn says(&mut self, wanted: &str) -> String {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.said.recv_timeout(left) {
-                Ok(line) if line.contains(wanted) => return line,
-                Ok(line) => self.heard.push(line),
-                Err(_) => panic!("it never said `{wanted}`, but {:#?}", self.heard),
-            }
-        }
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
-    }
-
-    fn ends(&mut self) -> ExitStatus {
-        let until = Instant::now() + PATIENCE;
-        while Instant::now() < until {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        panic!("it does not end: {:#?}", self.heard);
-    }
-}
-
-impl Drop for Llmgw {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -359,32 +300,32 @@ fn a_server_that_was_killed_is_found_again_and_an_agent_that_leaves_says_goodbye
         ])
     };
     let mut server = start("127.0.0.1:0");
-    let line = server.says("waiting for agents on ");
+    let line = server.says(&["waiting for agents on "]);
     let url = line
         .split_whitespace()
         .find(|word| word.starts_with("http://"));
     let url = url.unwrap().to_owned();
     let mut agent = Llmgw::agent(&url, &directory, "n1");
-    server.says("node `n1` is connected");
-    agent.says("as `n1`");
+    server.says(&["node `n1` is connected"]);
+    agent.says(&["as `n1`"]);
     server.signal(Signal::SIGKILL);
     server.ends();
-    agent.says("next attempt in");
+    agent.says(&["next attempt in"]);
     let mut server = start(url.trim_start_matches("http://"));
-    server.says("node `n1` is connected");
-    agent.says("as `n1`");
+    server.says(&["node `n1` is connected"]);
+    agent.says(&["as `n1`"]);
     let asked = Instant::now();
     agent.signal(Signal::SIGTERM);
     assert!(agent.ends().success());
     // A promise of the command line, and so the one time that is measured.
     assert!(asked.elapsed() < STOP_MAX, "{:?}", asked.elapsed());
-    server.says("its engines run on");
+    server.says(&["its engines run on"]);
     let mut agent = Llmgw::agent(&url, &directory, "n1");
-    server.says("node `n1` is connected");
-    agent.says("as `n1`");
+    server.says(&["node `n1` is connected"]);
+    agent.says(&["as `n1`"]);
     server.signal(Signal::SIGTERM);
     assert!(server.ends().success());
-    agent.says("leaves: the server stops");
+    agent.says(&["leaves: the server stops"]);
 }
 
 #[test]
@@ -409,7 +350,7 @@ fn what_an_agent_cannot_start_with_is_said_with_what_would_be_right() {
     ] {
         let arguments: Vec<&str> = ["agent"].iter().chain(arguments).copied().collect();
         let mut agent = Llmgw::start(&arguments);
-        agent.says(said);
+        agent.says(&[said]);
         assert_eq!(agent.ends().code(), Some(2), "{arguments:?}");
     }
 }

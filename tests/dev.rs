@@ -1,19 +1,19 @@
 //! `llmgw dev` as a process: one command serves a model, and its end leaves nothing behind.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// No test waits for longer; none waits for less than what it waits for.
-const PATIENCE: Duration = Duration::from_secs(60);
+#[path = "harness/said.rs"]
+mod said;
+
+use said::Process;
 
 /// A fake engine that takes the command line which the llama.cpp plugin renders.
 const LLAMA_SERVER: &str = r#"#!/bin/sh
@@ -40,9 +40,7 @@ models:
 /// `llmgw dev` in a directory of its own, with a PATH of its own.
 struct Dev {
     directory: PathBuf,
-    child: Child,
-    said: Receiver<String>,
-    heard: Vec<String>,
+    process: Process,
 }
 
 impl Dev {
@@ -62,46 +60,14 @@ impl Dev {
     }
 
     fn start(directory: PathBuf) -> Dev {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_llmgw"))
-            .arg("dev")
-            .current_dir(&directory)
-            .env(
-                "PATH",
-                format!("{}:/usr/bin:/bin", directory.join("bin").display()),
-            )
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stderr = BufReader::new(child.stderr.take().unwrap());
-        let (lines, said) = channel();
-        std::thread::spawn(move || {
-            for line in stderr.lines().map_while(Result::ok) {
-                if lines.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        Dev {
-            directory,
-            child,
-            said,
-            heard: Vec::new(),
-        }
-    }
-
-    /// Waits for a line with all of this in it.
-    fn says(&mut self, wanted: &[&str]) -> String {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.said.recv_timeout(left) {
-                Ok(line) if wanted.iter().all(|wanted| line.contains(wanted)) => return line,
-                Ok(line) => self.heard.push(line),
-                Err(_) => panic!("it never said {wanted:?}, but {:#?}", self.heard),
-            }
-        }
+        let path = format!("{}:/usr/bin:/bin", directory.join("bin").display());
+        let process = Process::start(
+            Command::new(env!("CARGO_BIN_EXE_llmgw"))
+                .arg("dev")
+                .current_dir(&directory)
+                .env("PATH", path),
+        );
+        Dev { directory, process }
     }
 
     /// The engines of this directory: what was started with its state in the environment.
@@ -116,27 +82,11 @@ impl Dev {
         })
         .collect()
     }
-
-    fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
-    }
-
-    fn ends(&mut self) -> Option<i32> {
-        let until = Instant::now() + PATIENCE;
-        while Instant::now() < until {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code();
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        panic!("it does not end: {:#?}", self.heard);
-    }
 }
 
 impl Drop for Dev {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.process.kill();
         for pid in self.engines() {
             let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
         }
@@ -167,17 +117,18 @@ fn one_command_serves_a_model_and_leaves_no_process_behind() {
     let directory = Dev::in_directory("serves");
     Dev::write_engine(&directory.join("bin/llama-server"));
     let mut dev = Dev::start(directory);
-    let clients = clients(&dev.says(&["serving clients on"]));
-    dev.says(&["engine `llamacpp` may be started", "bin/llama-server"]);
-    dev.says(&["node `local` is ready"]);
-    dev.says(&["ready, serves `small`"]);
+    let clients = clients(&dev.process.says(&["serving clients on"]));
+    dev.process
+        .says(&["engine `llamacpp` may be started", "bin/llama-server"]);
+    dev.process.says(&["node `local` is ready"]);
+    dev.process.says(&["ready, serves `small`"]);
     let answer = chat(&clients);
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     assert!(answer.contains("chat.completion"), "{answer}");
     assert_eq!(dev.engines().len(), 1);
 
-    dev.signal(Signal::SIGINT);
-    assert_eq!(dev.ends(), Some(0));
+    dev.process.signal(Signal::SIGINT);
+    assert_eq!(dev.process.ends().code(), Some(0));
     assert_eq!(dev.engines(), [0; 0]);
 }
 
@@ -190,21 +141,21 @@ fn engines_of_a_run_that_was_killed_are_taken_over_and_end_with_the_next_one() {
     let agent = "node: mine\nports: 22000-22099\nengines: {llamacpp: {commands: {llama-server: engine.sh}}}\n";
     fs::write(directory.join("agent.yaml"), agent).unwrap();
     let mut dev = Dev::start(directory.clone());
-    dev.says(&["node `mine` is ready"]);
-    dev.says(&["ready, serves `small`"]);
+    dev.process.says(&["node `mine` is ready"]);
+    dev.process.says(&["ready, serves `small`"]);
     let engines = dev.engines();
     assert_eq!(engines.len(), 1);
-    dev.signal(Signal::SIGKILL);
-    dev.ends();
+    dev.process.signal(Signal::SIGKILL);
+    dev.process.ends();
     assert_eq!(dev.engines(), engines, "nobody stopped it");
 
     let mut next = Dev::start(directory);
-    next.says(&["shard `small/0/0` is adopted"]);
-    next.says(&["ready, serves `small`"]);
+    next.process.says(&["shard `small/0/0` is adopted"]);
+    next.process.says(&["ready, serves `small`"]);
     assert_eq!(next.engines(), engines);
     // As when the terminal is closed.
-    next.signal(Signal::SIGHUP);
-    assert_eq!(next.ends(), Some(0));
+    next.process.signal(Signal::SIGHUP);
+    assert_eq!(next.process.ends().code(), Some(0));
     assert_eq!(next.engines(), [0; 0]);
 }
 
@@ -213,21 +164,22 @@ fn what_keeps_it_from_starting_is_said_and_ends_it() {
     let directory = Dev::in_directory("broken");
     fs::write(directory.join("agent.yaml"), "ports: many\n").unwrap();
     let mut dev = Dev::start(directory.clone());
-    dev.says(&["error: agent.yaml", "`many` is not a range of ports"]);
-    assert_eq!(dev.ends(), Some(2));
+    dev.process
+        .says(&["error: agent.yaml", "`many` is not a range of ports"]);
+    assert_eq!(dev.process.ends().code(), Some(2));
     fs::remove_file(directory.join("agent.yaml")).unwrap();
 
     let mut dev = Dev::start(directory.clone());
-    dev.says(&["no engine is on PATH", "llama-server"]);
-    dev.says(&["node `local` is ready"]);
+    dev.process.says(&["no engine is on PATH", "llama-server"]);
+    dev.process.says(&["node `local` is ready"]);
     let mut second = Dev::start(directory.clone());
-    second.says(&["error: ", ".llmgw/agent"]);
-    assert_eq!(second.ends(), Some(1));
-    dev.signal(Signal::SIGTERM);
-    assert_eq!(dev.ends(), Some(0));
+    second.process.says(&["error: ", ".llmgw/agent"]);
+    assert_eq!(second.process.ends().code(), Some(1));
+    dev.process.signal(Signal::SIGTERM);
+    assert_eq!(dev.process.ends().code(), Some(0));
 
     fs::write(directory.join("llmgw.yaml"), "models: none\n").unwrap();
     let mut dev = Dev::start(directory);
-    dev.says(&["error: ", "models"]);
-    assert_eq!(dev.ends(), Some(2));
+    dev.process.says(&["error: ", "models"]);
+    assert_eq!(dev.process.ends().code(), Some(2));
 }

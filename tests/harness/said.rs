@@ -1,0 +1,86 @@
+//! A process of a test's own, what it says on stderr, and its end. Included by path: it needs nothing else of the harness.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// No test waits for longer; none waits for less than what it waits for.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// A process, killed when dropped.
+pub struct Process {
+    child: Child,
+    said: Receiver<String>,
+    heard: Vec<String>,
+}
+
+impl Process {
+    /// Starts it without a stdin, its stdout thrown away.
+    pub fn start(command: &mut Command) -> Process {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let (lines, said) = channel();
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                if lines.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Process {
+            child,
+            said,
+            heard: Vec::new(),
+        }
+    }
+
+    /// Waits for a line with all of this in it.
+    pub fn says(&mut self, wanted: &[&str]) -> String {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.said.recv_timeout(left) {
+                Ok(line) if wanted.iter().all(|wanted| line.contains(wanted)) => return line,
+                Ok(line) => self.heard.push(line),
+                Err(_) => panic!("it never said {wanted:?}, but {:#?}", self.heard),
+            }
+        }
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    /// Ends it for certain.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    pub fn ends(&mut self) -> ExitStatus {
+        let until = Instant::now() + PATIENCE;
+        while Instant::now() < until {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        panic!("it does not end: {:#?}", self.heard);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
