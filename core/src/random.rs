@@ -1,8 +1,21 @@
-//! Random numbers for jitter, ties and request ids: not secrets.
+//! Random numbers for jitter, ties and request ids, and the system's own for secrets.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use llmgw_proto::hex::hex;
+
+/// Bytes of a secret.
+const SECRET_BYTES: usize = 32;
+
+/// Something that nobody can guess, in hex. `None` where the system has no random bytes.
+pub fn secret() -> Option<String> {
+    let mut random = [0; SECRET_BYTES];
+    let provider = rustls::crypto::aws_lc_rs::default_provider();
+    provider.secure_random.fill(&mut random).ok()?;
+    Some(hex(&random))
+}
 
 /// A random number in 0..1, for jitter.
 pub fn unit() -> f64 {

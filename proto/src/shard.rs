@@ -9,6 +9,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::hex::hex;
+
 /// The variable in an engine's environment that names its shard; adoption looks for it.
 pub const SHARD_VARIABLE: &str = "LLMGW_SHARD";
 /// What stands in `args` and `env` for the replica's API key. The agent puts the key there when it starts the process, so that
@@ -119,10 +121,7 @@ impl ShardSpec {
     pub fn hash(&self) -> String {
         // Maps are ordered and there are no floats, so the text is the same for the same spec.
         let text = serde_json::to_vec(self).unwrap_or_default();
-        Sha256::digest(text)
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect()
+        hex(&Sha256::digest(text))
     }
 
     /// Where it serves HTTP, if it does: `host:port`.

@@ -6,6 +6,7 @@ use std::fmt;
 use llmgw_plugins::{
     EngineCommand, EnginePlugin, Fault, ModelView, PolicySet, ProfileView, ShardView,
 };
+use llmgw_proto::hex::hex;
 use llmgw_proto::shard::{API_KEY_PLACE, ApiKey, Readiness, ShardCommand, ShardSpec, WaitFor};
 use llmgw_proto::wire::error::WireError;
 use sha2::{Digest, Sha256};
@@ -15,10 +16,10 @@ use super::observed::{Observed, ObservedNode};
 use super::snapshot::memory_gib;
 use crate::config::{Catalog, LaunchMode, Model, Profile};
 use crate::control::reconcile::{Desired, Wanted};
+use crate::random;
 
 /// Between SIGTERM and SIGKILL. Requests had their time before: a replica leaves the pool first.
 pub const STOP_GRACE_MS: u64 = 10_000;
-const KEY_RANDOM_BYTES: usize = 32;
 
 /// Where a replica was put.
 #[derive(Clone, Copy, Debug)]
@@ -286,15 +287,11 @@ pub fn free_port(
         })
 }
 
-/// A key of 32 random bytes, in hex.
+/// A key of its own for each replica.
 pub fn random_key() -> Result<ApiKey, LaunchError> {
-    let mut random = [0; KEY_RANDOM_BYTES];
-    let provider = rustls::crypto::aws_lc_rs::default_provider();
-    provider
-        .secure_random
-        .fill(&mut random)
-        .map_err(|_| LaunchError::NoRandom)?;
-    Ok(ApiKey::new(hex(&random)))
+    random::secret()
+        .map(ApiKey::new)
+        .ok_or(LaunchError::NoRandom)
 }
 
 fn source(model: &Model) -> &str {
@@ -313,10 +310,6 @@ fn environment(profile: &Profile) -> Vec<(String, String)> {
     pairs
         .map(|(name, value)| (name.clone(), value.expose().to_owned()))
         .collect()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl fmt::Display for LaunchError {

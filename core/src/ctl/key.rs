@@ -2,15 +2,16 @@
 
 use std::fmt;
 
+use llmgw_proto::hex::hex;
 use llmgw_proto::units::HumanDuration;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::config::UtcTime;
+use crate::random;
 
 /// What every key starts with, so that secret scanners can find one that leaked.
 pub const KEY_PREFIX: &str = "sk-llmgw-";
-const KEY_RANDOM_BYTES: usize = 32;
 const TENANT_MAX_BYTES: usize = 128;
 const DAY_SECONDS: u64 = 86_400;
 
@@ -72,15 +73,10 @@ impl Key {
             }
             None => None,
         };
-        let mut random = [0; KEY_RANDOM_BYTES];
-        let provider = rustls::crypto::aws_lc_rs::default_provider();
-        provider
-            .secure_random
-            .fill(&mut random)
-            .map_err(|_| KeyError::NoRandom)?;
+        let secret = random::secret().ok_or(KeyError::NoRandom)?;
         Ok(Key {
             tenant: tenant.to_owned(),
-            secret: format!("{KEY_PREFIX}{}", hex(&random)),
+            secret: format!("{KEY_PREFIX}{secret}"),
             expires,
         })
     }
@@ -120,17 +116,6 @@ fn end_of(text: &str, now: UtcTime) -> Option<UtcTime> {
     };
     let end = UtcTime(now.0.checked_add(seconds).filter(|_| seconds > 0)?);
     (end <= UtcTime::LAST).then_some(end)
-}
-
-fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes
-        .iter()
-        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-            // Writing into a String doesn't fail.
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
 }
 
 #[cfg(test)]

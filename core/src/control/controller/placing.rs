@@ -1,12 +1,11 @@
 //! Finds places for what is missing, and starts it there.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use llmgw_proto::session::ServerMessage;
 
 use super::{Controller, State, View};
-use crate::config::{Model, Profile, UtcTime};
+use crate::config::{Model, UtcTime};
 use crate::control::explain::ProfileAnswer;
 use crate::control::launch::{self, Chosen, LaunchError};
 use crate::control::memory::{Failure, Start};
@@ -229,21 +228,21 @@ impl Question {
 
 /// The job, with the profiles that can be started at all; else what is wrong with each.
 pub(super) fn job(view: &View, model: &Model, place: &Place) -> Result<JobSpec, String> {
-    let mut wrong: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    let sound = |profile: &&Profile| {
+    let (mut profiles, mut wrong) = (Vec::new(), Vec::new());
+    for profile in &model.profiles {
         let problems = launch::problems(&view.set, model, profile);
-        problems.is_empty()
-    };
-    let profiles: Vec<Profile> = model.profiles.iter().filter(sound).cloned().collect();
-    if profiles.is_empty() {
-        for profile in &model.profiles {
-            let problems = launch::problems(&view.set, model, profile);
-            wrong.insert(&profile.name, problems);
+        match problems.is_empty() {
+            true => profiles.push(profile.clone()),
+            false => wrong.push(format!(
+                "profile `{}`: {}",
+                profile.name,
+                problems.join("; ")
+            )),
         }
-        let each = wrong
-            .iter()
-            .map(|(name, problems)| format!("profile `{name}`: {}", problems.join("; ")));
-        return Err(each.collect::<Vec<_>>().join("; "));
+    }
+    if profiles.is_empty() {
+        wrong.sort();
+        return Err(wrong.join("; "));
     }
     Ok(JobSpec {
         profiles,

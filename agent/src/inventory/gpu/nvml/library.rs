@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use llmgw_proto::hex::hex;
 use llmgw_proto::inventory::gpu::{Backend, ComputeCapability, SourceCause, SourceFailure};
 use nvml_wrapper::Device;
 use nvml_wrapper::enum_wrappers::device::{
@@ -405,7 +406,7 @@ fn fabric(state: u32, status: u32, clique_id: u32, cluster: [u8; 16]) -> Fabric 
             Err(error) => Ok(error.to_string()),
         },
         clique_id,
-        cluster_uuid: cluster.iter().map(|byte| format!("{byte:02x}")).collect(),
+        cluster_uuid: hex(&cluster),
     }
 }
 
