@@ -202,11 +202,10 @@ pub struct Dispatcher {
 }
 
 /// One queue, for those who watch.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaneReport {
     pub name: Arc<str>,
     pub queued: u32,
-    pub wait_ms: Option<f64>,
 }
 
 impl Dispatcher {
@@ -502,14 +501,13 @@ impl Dispatcher {
         &self.gate
     }
 
-    pub fn lane_reports(&mut self, now_ms: u64) -> Vec<LaneReport> {
-        let pool_rate = self.rate_per_lane(now_ms);
+    /// Every replica's queue.
+    pub fn lane_reports(&self) -> Vec<LaneReport> {
         self.lanes
-            .values_mut()
+            .values()
             .map(|lane| LaneReport {
                 name: lane.name.clone(),
                 queued: lane.waiting.len() as u32,
-                wait_ms: lane.wait_ms(now_ms, pool_rate),
             })
             .collect()
     }

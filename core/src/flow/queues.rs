@@ -15,7 +15,7 @@ use super::lane::LaneFacts;
 use super::permit::Permit;
 use super::rotation::Ticket;
 use super::slots::{Slots, Watcher};
-use super::turns::{LaneId, Standing};
+use super::turns::LaneId;
 use crate::clock;
 
 /// The queues of one model. Lives as long as the model is configured, over reloads; shared by its pool, its replicas, its
@@ -219,18 +219,12 @@ impl Queues {
         self.lock().dispatcher.band_reports(now)
     }
 
-    /// The tenants of every band, the highest band first.
-    pub fn tenants(&self) -> Vec<(Arc<str>, Vec<Standing>)> {
-        self.lock().dispatcher.tenants()
-    }
-
     pub fn gate(&self) -> Gate {
         self.lock().dispatcher.gate().clone()
     }
 
     pub fn lane_reports(&self) -> Vec<LaneReport> {
-        let now = clock::now_ms();
-        self.lock().dispatcher.lane_reports(now)
+        self.lock().dispatcher.lane_reports()
     }
 
     // For permits.
