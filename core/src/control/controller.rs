@@ -15,6 +15,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
+use self::hold::StartHold;
 use self::outbox::{Outbox, Told};
 use self::placing::Unplaced;
 use super::launch;
@@ -27,14 +28,14 @@ use crate::config::{Config, Endpoint, EngineUrl, Secret};
 use crate::routing::fleet::Started;
 use crate::routing::outlook::Outlook;
 
+mod hold;
 mod operator;
 mod outbox;
 mod outlook;
 mod placing;
 
-pub use operator::{
-    FailureReport, Held, ModelExplanation, NodeReport, OperatorError, ReplicaReport,
-};
+pub use hold::Held;
+pub use operator::{FailureReport, ModelExplanation, NodeReport, OperatorError, ReplicaReport};
 
 /// Without any news the fleet is looked at this often: deadlines pass silently.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
@@ -71,6 +72,7 @@ struct State {
     desired: Desired,
     /// What `desired` was made from.
     config: Option<Arc<Config>>,
+    hold: StartHold,
     served: Arc<Started>,
     outlooks: BTreeMap<String, Outlook>,
     /// Models that miss a replica and have no place for it.
@@ -173,7 +175,8 @@ impl Controller {
         let mut state = self.lock();
         state.take_in(&view);
         let traffic = self.traffic(&state, &view);
-        let actions = reconcile(&state.desired, &view.observed, &state.memory, &traffic);
+        let mut actions = reconcile(&state.desired, &view.observed, &state.memory, &traffic);
+        actions.retain(|action| !state.hold.keeps_from(action));
         let mut places: Vec<Place> = Vec::new();
         let mut commands: Vec<Action> = Vec::new();
         for action in actions {
@@ -311,6 +314,14 @@ impl State {
         self.unplaced.retain(|model, _| has(model));
         self.memory.observe(&view.observed);
         self.outbox.retain(&view.observed);
+        let State { hold, memory, .. } = self;
+        hold.judge(&self.desired, &view.observed, memory);
+    }
+
+    /// Runs on although the catalog has no such model: nobody said yet that it is meant.
+    fn is_held(&self, replica: &Replica) -> bool {
+        let is_wanted = self.desired.models.contains_key(replica.model());
+        !is_wanted && matches!(self.hold, StartHold::Held(_))
     }
 
     /// Remembers who leaves.

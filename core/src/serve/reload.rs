@@ -72,6 +72,11 @@ impl Reloads {
             .clone()
     }
 
+    /// What the configuration of the start would stop, and does not until an operator means it.
+    pub fn held_since_start(&self) -> Option<String> {
+        self.fleet.as_ref()?.controller.held_since_start()
+    }
+
     /// Follows the file until the server stops.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         let watch = ConfigWatch::new(&self.gateway.runtime.load().config);
@@ -137,7 +142,7 @@ impl Reloads {
                     .map_err(|error| error.to_string())
             })
             .and_then(|config| self.meant(config, confirmed));
-        let outcome = checked.map(|config| self.apply(config));
+        let outcome = checked.map(|config| self.apply(config, confirmed));
         let metrics = &self.gateway.telemetry.metrics;
         metrics.config_reloaded(outcome.is_ok());
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -162,10 +167,10 @@ impl Reloads {
             (Confirmed::No, Some(fleet)) => fleet.controller.held(&config.catalog),
             _ => None,
         };
-        held.map_or(Ok(config), |held| Err(held.to_string()))
+        held.map_or(Ok(config), |held| Err(format!("the change {held}")))
     }
 
-    fn apply(&self, config: Config) {
+    fn apply(&self, config: Config, confirmed: Confirmed) {
         let before = self.gateway.runtime.load().config.clone();
         for key in config::needs_restart(&before, &config) {
             tracing::warn!("`{key}` changed; it takes effect with the next start");
@@ -176,7 +181,7 @@ impl Reloads {
         }
         self.gateway.apply(config);
         if let Some(fleet) = &self.fleet {
-            fleet.controller.wake();
+            fleet.controller.configured(confirmed == Confirmed::Yes);
         }
         tracing::info!("configuration reloaded: {models} models");
     }

@@ -59,7 +59,7 @@ pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) ->
             config: ConfigStatus {
                 source: runtime.config.source.display().to_string(),
                 loaded_at_ms: reload.loaded_at_ms,
-                last_error: reload.last_error,
+                last_error: reload.last_error.or_else(|| reloads.held_since_start()),
             },
             models: runtime
                 .config

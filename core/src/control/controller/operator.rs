@@ -7,6 +7,7 @@ use std::time::Duration;
 use llmgw_proto::shard::LogLine;
 use serde::Serialize;
 
+use super::hold::{Held, StartHold};
 use super::{Controller, State, View, placing};
 use crate::config::{Catalog, UtcTime, suggestion};
 use crate::control::explain::{Explanation, explain};
@@ -14,7 +15,7 @@ use crate::control::launch;
 use crate::control::memory::NodeOrder;
 use crate::control::observed::ObservedNode;
 use crate::control::placement::{JobSpec, place};
-use crate::control::reconcile::{Missing, Place, Why, would_stop};
+use crate::control::reconcile::{Missing, Place, Why};
 use crate::control::replicas::{Replica, numbers_taken};
 use crate::control::snapshot::{NodeState, Snapshot};
 use crate::control::world;
@@ -30,15 +31,6 @@ pub enum OperatorError {
     },
     /// The model has no profiles, so nothing is started for it.
     NoProfiles { model: String },
-}
-
-/// A change that would stop so many replicas that it is probably a mistake.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
-    /// Replicas that would stop, by model.
-    pub stops: BTreeMap<String, usize>,
-    /// Replicas that run.
-    pub of: usize,
 }
 
 /// A node, for people and tools.
@@ -187,16 +179,29 @@ impl Controller {
         Ok(format!("{replica} leaves"))
     }
 
+    /// Another configuration is in force, which an operator said is meant, or which was seen to stop little.
+    pub fn configured(&self, is_confirmed: bool) {
+        let mut state = self.lock();
+        // While the fleet still reports, little was seen of what would stop.
+        if is_confirmed || state.hold != StartHold::Unjudged {
+            state.hold = StartHold::Over;
+        }
+        drop(state);
+        self.wake();
+    }
+
     // Questions.
 
     /// The change is so large that an operator has to confirm it.
     pub fn held(&self, after: &Catalog) -> Option<Held> {
         let view = self.view();
         let state = self.lock();
-        let after = launch::desired(after);
-        let (stops, of) = would_stop(&after, &view.observed, &state.memory);
-        let number: usize = stops.values().sum();
-        (number * 2 > of).then_some(Held { stops, of })
+        Held::of(&launch::desired(after), &view.observed, &state.memory)
+    }
+
+    /// What the catalog of the start would stop, and does not; `None`: nothing is held.
+    pub fn held_since_start(&self) -> Option<String> {
+        self.lock().hold.said()
     }
 
     /// The fleet as policies see it.
@@ -380,6 +385,9 @@ fn replica_report(replica: &Replica, state: &State, view: &View) -> ReplicaRepor
         .map(|shard| shard.status.reason.clone());
     let reason = match leaving {
         Some(leaving) => format!("leaves: {}", leaving.why),
+        None if state.is_held(replica) => {
+            "the catalog does not want it; held until `llmgw ctl reload --confirm`".to_owned()
+        }
         None if replica.is_only_sent => "its agent has not confirmed it yet".to_owned(),
         None => said.unwrap_or_default(),
     };
@@ -434,22 +442,6 @@ impl fmt::Display for OperatorError {
 }
 
 impl std::error::Error for OperatorError {}
-
-impl fmt::Display for Held {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stops: usize = self.stops.values().sum();
-        let models = self.stops.iter();
-        let models: Vec<String> = models
-            .map(|(model, number)| format!("{model}: {number}"))
-            .collect();
-        write!(
-            f,
-            "the change would stop {stops} of {} running replicas ({}), so it is held; `llmgw ctl reload --confirm` puts it in force",
-            self.of,
-            models.join(", ")
-        )
-    }
-}
 
 /// The placement's own text, with what is known beside it.
 impl fmt::Display for ModelExplanation {

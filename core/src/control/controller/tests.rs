@@ -368,7 +368,70 @@ fn a_change_that_would_stop_more_than_half_is_held() {
     assert_eq!((gone.stops["m"], gone.of), (2, 2));
     let text = gone.to_string();
     assert!(
-        text.starts_with("the change would stop 2 of 2 running replicas (m: 2)"),
+        text.starts_with("would stop 2 of 2 running replicas (m: 2)"),
         "{text}"
     );
+}
+
+/// Both replicas run, and the server is started again with another catalog.
+fn restarted_with(models: &str) -> Fleet {
+    let mut fleet = Fleet::new(&["a", "b"], TWO);
+    fleet.ready("m/0");
+    fleet.ready("m/1");
+    fleet.restart_server();
+    fleet.configure(models);
+    fleet
+}
+
+#[test]
+fn a_start_whose_catalog_would_stop_more_than_half_stops_nothing_until_that_is_meant() {
+    let mut fleet = restarted_with("[]");
+    // Seen before anybody reported, so it does not show that little would stop.
+    fleet.controller.configured(false);
+    fleet.join("a");
+    fleet.join("b");
+    fleet.pass(RECOVERY_S + 60);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: ready"]);
+    let said = fleet.controller.held_since_start().expect("it is held");
+    assert_eq!(
+        said,
+        "the configuration that the server started with would stop 2 of 2 running replicas (m: 2), so it is held; \
+         `llmgw ctl reload --confirm` puts it in force"
+    );
+    let reasons = fleet.controller.replicas();
+    let is_said = |reason: &str| reason.contains("`llmgw ctl reload --confirm`");
+    assert!(reasons.iter().all(|replica| is_said(&replica.reason)));
+
+    fleet.controller.configured(true);
+    fleet.pass(5);
+    assert_eq!(fleet.running(), Vec::<String>::new());
+    assert_eq!(fleet.controller.held_since_start(), None);
+}
+
+#[test]
+fn a_start_that_is_held_is_over_with_a_catalog_that_stops_little() {
+    let mut fleet = restarted_with("[]");
+    fleet.join("a");
+    fleet.join("b");
+    fleet.pass(RECOVERY_S);
+    assert!(fleet.controller.held_since_start().is_some());
+    fleet.configure(TWO);
+    fleet.controller.configured(false);
+    fleet.configure("[]");
+    fleet.pass(5);
+    assert_eq!(
+        fleet.running(),
+        Vec::<String>::new(),
+        "a reload asks by itself"
+    );
+}
+
+#[test]
+fn a_start_that_stops_half_does_so() {
+    let mut fleet = restarted_with(ONE);
+    fleet.join("a");
+    fleet.join("b");
+    fleet.pass(RECOVERY_S + 5);
+    assert_eq!(fleet.running(), ["m/0 on a: ready"]);
+    assert_eq!(fleet.controller.held_since_start(), None);
 }
