@@ -235,8 +235,13 @@ impl Memory {
     }
 
     pub fn starts_on<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Start> {
+        let first = ShardKey {
+            node: node.to_owned(),
+            shard: String::new(),
+        };
         let on_node = move |(key, _): &(&ShardKey, &Start)| key.node == node;
-        self.starts.iter().filter(on_node).map(|(_, start)| start)
+        let starts = self.starts.range(first..).take_while(on_node);
+        starts.map(|(_, start)| start)
     }
 
     pub fn start(&mut self, node: &str, start: Start) {

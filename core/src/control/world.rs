@@ -35,12 +35,13 @@ pub fn snapshot(
         taken_at: taken_at.to_string(),
         ..Snapshot::default()
     };
+    let mut by_node: BTreeMap<&str, Vec<&Replica>> = BTreeMap::new();
+    for replica in &replicas {
+        by_node.entry(&replica.key.node).or_default().push(replica);
+    }
     let mut uuids = BTreeSet::new();
     for (id, seen) in &observed.nodes {
-        let mine: Vec<&Replica> = replicas
-            .iter()
-            .filter(|replica| replica.key.node == *id)
-            .collect();
+        let mine = by_node.remove(id.as_str()).unwrap_or_default();
         let mut node = node(seen, &mine, &mut uuids);
         // What an operator ordered holds before the node says so itself.
         if seen.session.is_some() {

@@ -1,5 +1,7 @@
 //! `llmgw-bench sessions`: thousands of simulated agents' sessions against one server: how long until it knows all of them, what they cost it while
-//! they only live, and how long after it was killed it knows all of them again.
+//! they only live, how many replicas it places in a second, and how long after it was killed it knows all of them again.
+//!
+//! The agents start nothing: what they are told to start is loading for ever, so that what is measured is the control plane and no engine.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,11 +12,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use llmgw_proto::convert::Framed;
-use llmgw_proto::inventory::Inventory;
+use llmgw_proto::inventory::{Inventory, Reading};
 use llmgw_proto::link::{self, Heard, KeepAlive};
 use llmgw_proto::session::{
-    AgentMessage, GpuBeat, Heartbeat, PortRange, Register, ServerMessage, SessionId, Told,
+    AgentMessage, GpuBeat, Heartbeat, PortRange, Register, ServerMessage, SessionId, ShardReport,
+    Told,
 };
+use llmgw_proto::shard::{ShardSpec, ShardState, ShardStatus};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::time::{Instant as Time, interval_at};
@@ -28,6 +32,8 @@ const WAIT_MAX_MS: u64 = 10_000;
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// For all of them to be known.
 const STORM_MAX: Duration = Duration::from_secs(300);
+/// The server's default, and a little.
+const RECOVERY: Duration = Duration::from_secs(17);
 
 #[derive(Debug, clap::Args)]
 pub struct Options {
@@ -37,6 +43,9 @@ pub struct Options {
     /// Simulated agents.
     #[arg(long, default_value_t = 1_000)]
     agents: usize,
+    /// Replicas that it then places, of one GPU each; every node has two.
+    #[arg(long, default_value_t = 200)]
+    replicas: usize,
     /// How long the server is watched while nothing happens.
     #[arg(long, default_value_t = 20)]
     seconds: u64,
@@ -45,8 +54,19 @@ pub struct Options {
 /// What the agents share.
 struct Crowd {
     address: SocketAddr,
-    inventory: Arc<Inventory>,
+    inventory: Inventory,
     welcomed: AtomicUsize,
+    /// Shards that were ever started.
+    started: AtomicUsize,
+}
+
+/// One simulated node.
+struct Agent {
+    crowd: Arc<Crowd>,
+    node: String,
+    /// With GPUs of its own.
+    inventory: Arc<Inventory>,
+    shards: Vec<ShardReport>,
 }
 
 pub fn run(options: &Options) -> io::Result<()> {
@@ -66,17 +86,19 @@ async fn measure(options: &Options, dir: &Path) -> io::Result<()> {
     let address = children::free_address()?;
     let crowd = Arc::new(Crowd {
         address,
-        inventory: Arc::new(serde_json::from_str(INVENTORY)?),
+        inventory: serde_json::from_str(INVENTORY)?,
         welcomed: AtomicUsize::new(0),
+        started: AtomicUsize::new(0),
     });
-    let server = start_server(&options.binary, dir, address)?;
+    let config = dir.join("llmgw.yaml");
+    declare(&config, dir, 0)?;
+    let server = start_server(&options.binary, &config, address)?;
     let empty_bytes = server.measured().anonymous_bytes()?;
     for number in 0..options.agents {
-        tokio::spawn(agent(crowd.clone(), format!("node-{number:05}")));
+        tokio::spawn(Agent::new(&crowd, number).run());
     }
-    let begun = Instant::now();
-    let cpu_ns = server.measured().cpu_ns()?;
-    all_welcomed(&crowd, options.agents).await?;
+    let (begun, cpu_ns) = (Instant::now(), server.measured().cpu_ns()?);
+    reached("welcomed", &crowd.welcomed, options.agents).await?;
     let storm = begun.elapsed();
     let storm_cpu_ns = server.measured().cpu_ns()? - cpu_ns;
     let (steady, cpu_ns) = (Instant::now(), server.measured().cpu_ns()?);
@@ -84,34 +106,56 @@ async fn measure(options: &Options, dir: &Path) -> io::Result<()> {
     let steady_ns = server.measured().cpu_ns()? - cpu_ns;
     let steady_share = steady_ns as f64 / steady.elapsed().as_nanos() as f64;
     let bytes = server.measured().anonymous_bytes()? - empty_bytes;
+
+    declare(&config, dir, options.replicas)?;
+    reached("started", &crowd.started, 1).await?;
+    let (begun, cpu_ns) = (Instant::now(), server.measured().cpu_ns()?);
+    reached("started", &crowd.started, options.replicas).await?;
+    let (placing, placing_cpu_ns) = (begun.elapsed(), server.measured().cpu_ns()? - cpu_ns);
+    let each = |total: f64| total / (options.replicas.saturating_sub(1).max(1)) as f64;
+
     server.kill()?;
     let begun = Instant::now();
-    let _server = start_server(&options.binary, dir, address)?;
-    all_welcomed(&crowd, options.agents).await?;
+    let _server = start_server(&options.binary, &config, address)?;
+    reached("welcomed", &crowd.welcomed, options.agents).await?;
     let again = begun.elapsed();
+    // Nothing is placed before the recovery is over; then nothing is missing.
+    tokio::time::sleep(RECOVERY).await;
+    let twice = crowd.started.load(Ordering::Relaxed) - options.replicas;
     println!(
-        "| agents | all known after | CPU of that | CPU while they live | memory each | all known again after a kill |"
+        "| agents | all known after | CPU of that | CPU while they live | memory each | placed a second | CPU of a placement | all known again after a kill | started twice |"
     );
-    println!("| --- | --- | --- | --- | --- | --- |");
+    println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- |");
     println!(
-        "| {} | {:.2} s | {:.2} s | {:.1} % | {:.1} KiB | {:.1} s |",
+        "| {} | {:.2} s | {:.2} s | {:.1} % | {:.1} KiB | {:.0} | {:.1} ms | {:.1} s | {twice} |",
         options.agents,
         storm.as_secs_f64(),
         storm_cpu_ns as f64 / 1e9,
         steady_share * 100.0,
         bytes as f64 / 1024.0 / options.agents as f64,
+        1.0 / each(placing.as_secs_f64()),
+        each(placing_cpu_ns as f64 / 1e6),
         again.as_secs_f64()
     );
     Ok(())
 }
 
-fn start_server(binary: &Path, dir: &Path, address: SocketAddr) -> io::Result<Running> {
-    let config = dir.join("llmgw.yaml");
+/// Writes the configuration; a running server notices by itself.
+fn declare(config: &Path, dir: &Path, replicas: usize) -> io::Result<()> {
+    let models = match replicas {
+        0 => "models: []".to_owned(),
+        _ => format!(
+            "models:\n  - {{name: m, replicas: {replicas}, profiles: [{{name: p, engine: vllm, gpu: h100-sxm-80g, slots: 64}}]}}"
+        ),
+    };
     let state = dir.join("state");
-    std::fs::write(
-        &config,
-        format!("models: []\nstate: {state:?}\nlog: {{level: error}}\n"),
-    )?;
+    let text = format!("state: {state:?}\nlog: {{level: error}}\n{models}\n");
+    let fresh = dir.join("fresh.yaml");
+    std::fs::write(&fresh, text)?;
+    std::fs::rename(fresh, config)
+}
+
+fn start_server(binary: &Path, config: &Path, address: SocketAddr) -> io::Result<Running> {
     let mut command = Command::new(binary);
     command
         .args([
@@ -122,20 +166,20 @@ fn start_server(binary: &Path, dir: &Path, address: SocketAddr) -> io::Result<Ru
             "127.0.0.1:0",
         ])
         .args(["--agents", &address.to_string(), "--config"])
-        .arg(&config)
+        .arg(config)
         .stdin(Stdio::null());
     let server = Running::start(&mut command)?;
     children::wait_for(address)?;
     Ok(server)
 }
 
-async fn all_welcomed(crowd: &Crowd, agents: usize) -> io::Result<()> {
+async fn reached(what: &str, count: &AtomicUsize, wanted: usize) -> io::Result<()> {
     let begun = Instant::now();
-    while crowd.welcomed.load(Ordering::Relaxed) < agents {
+    while count.load(Ordering::Relaxed) < wanted {
         if begun.elapsed() > STORM_MAX {
-            let welcomed = crowd.welcomed.load(Ordering::Relaxed);
+            let got = count.load(Ordering::Relaxed);
             return Err(io::Error::other(format!(
-                "only {welcomed} of {agents} agents were welcomed within {STORM_MAX:?}"
+                "only {got} of {wanted} were {what} within {STORM_MAX:?}"
             )));
         }
         tokio::time::sleep(LOOK_EVERY).await;
@@ -143,94 +187,142 @@ async fn all_welcomed(crowd: &Crowd, agents: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// One agent, for ever: connects, registers, sends heartbeats, comes back with full jitter.
-async fn agent(crowd: Arc<Crowd>, node: String) {
-    let mut attempts = 0;
-    loop {
-        if session(&crowd, &node).await {
-            attempts = 0;
+impl Agent {
+    fn new(crowd: &Arc<Crowd>, number: usize) -> Agent {
+        let mut inventory = crowd.inventory.clone();
+        for gpu in &mut inventory.gpus.devices {
+            let shared = gpu.uuid.value().cloned().unwrap_or_default();
+            gpu.uuid = Reading::Known(format!("{shared}-{number:05}"));
         }
-        let most_ms = (WAIT_BASE_MS << attempts.min(10)).min(WAIT_MAX_MS);
-        attempts += 1;
-        tokio::time::sleep(Duration::from_millis(most_ms).mul_f64(unit())).await;
+        Agent {
+            crowd: crowd.clone(),
+            node: format!("node-{number:05}"),
+            inventory: Arc::new(inventory),
+            shards: Vec::new(),
+        }
     }
-}
 
-/// True: it was welcomed.
-async fn session(crowd: &Crowd, node: &str) -> bool {
-    const KEEP_ALIVE: KeepAlive = KeepAlive {
-        interval: Duration::from_secs(5),
-        timeout: Duration::from_secs(5),
-    };
-    let Ok(socket) = TcpStream::connect(crowd.address).await else {
-        return false;
-    };
-    let (up, outgoing) = mpsc::channel(4);
-    let first = Framed {
-        session: SessionId(0),
-        message: register(crowd, node),
-    };
-    let _ = up.send(first).await;
-    let Ok((mut heard, _dialled)) = link::dial(socket, KEEP_ALIVE, outgoing).await else {
-        return false;
-    };
-    let Heard::Message(Framed {
-        session,
-        message: ServerMessage::Welcome(welcome),
-    }) = heard.next().await
-    else {
-        return false;
-    };
-    crowd.welcomed.fetch_add(1, Ordering::Relaxed);
-    let period = Duration::from_millis(welcome.heartbeat_ms);
-    let mut heartbeats = interval_at(Time::now() + period.mul_f64(unit()), period);
-    loop {
-        let is_over = tokio::select! {
-            heard = heard.next() => !matches!(heard, Heard::Message(_) | Heard::Skipped(_)),
-            _ = heartbeats.tick() => {
-                let message = heartbeat(crowd);
-                up.send(Framed { session, message }).await.is_err()
+    /// For ever: connects, registers, sends heartbeats, comes back with full jitter.
+    async fn run(mut self) {
+        let mut attempts = 0;
+        loop {
+            if self.session().await {
+                attempts = 0;
             }
-        };
-        if is_over {
-            crowd.welcomed.fetch_sub(1, Ordering::Relaxed);
-            return true;
+            let most_ms = (WAIT_BASE_MS << attempts.min(10)).min(WAIT_MAX_MS);
+            attempts += 1;
+            tokio::time::sleep(Duration::from_millis(most_ms).mul_f64(unit())).await;
         }
+    }
+
+    /// True: it was welcomed.
+    async fn session(&mut self) -> bool {
+        const KEEP_ALIVE: KeepAlive = KeepAlive {
+            interval: Duration::from_secs(5),
+            timeout: Duration::from_secs(5),
+        };
+        let Ok(socket) = TcpStream::connect(self.crowd.address).await else {
+            return false;
+        };
+        let (up, outgoing) = mpsc::channel(4);
+        let first = Framed {
+            session: SessionId(0),
+            message: self.register(),
+        };
+        let _ = up.send(first).await;
+        let Ok((mut heard, _dialled)) = link::dial(socket, KEEP_ALIVE, outgoing).await else {
+            return false;
+        };
+        let Heard::Message(Framed {
+            session,
+            message: ServerMessage::Welcome(welcome),
+        }) = heard.next().await
+        else {
+            return false;
+        };
+        self.crowd.welcomed.fetch_add(1, Ordering::Relaxed);
+        let period = Duration::from_millis(welcome.heartbeat_ms);
+        let mut heartbeats = interval_at(Time::now() + period.mul_f64(unit()), period);
+        loop {
+            let said = tokio::select! {
+                heard = heard.next() => match heard {
+                    Heard::Message(framed) => self.told(framed.message),
+                    Heard::Skipped(_) => None,
+                    Heard::Malformed(_) | Heard::End | Heard::Broken(_) => break,
+                },
+                _ = heartbeats.tick() => Some(self.heartbeat()),
+            };
+            if let Some(message) = said
+                && up.send(Framed { session, message }).await.is_err()
+            {
+                break;
+            }
+        }
+        self.crowd.welcomed.fetch_sub(1, Ordering::Relaxed);
+        true
+    }
+
+    /// What it says to a command.
+    fn told(&mut self, message: ServerMessage) -> Option<AgentMessage> {
+        let ServerMessage::StartShard(start) = message else {
+            return None;
+        };
+        let shard = loading(start.spec);
+        self.shards.push(shard.clone());
+        self.crowd.started.fetch_add(1, Ordering::Relaxed);
+        Some(AgentMessage::ShardStatus(Box::new(shard)))
+    }
+
+    fn register(&self) -> AgentMessage {
+        AgentMessage::Register(Box::new(Register {
+            node: self.node.clone(),
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            run: self.node.clone(),
+            machine: self.node.clone(),
+            advertise: "127.0.0.1".to_owned(),
+            ports: PortRange {
+                first: 21_000,
+                last: 31_999,
+            },
+            engines: vec!["vllm".to_owned()],
+            draining: false,
+            inventory: Told::Inventory(self.inventory.clone()),
+            shards: self.shards.clone(),
+        }))
+    }
+
+    /// The use of the GPUs is another one each time.
+    fn heartbeat(&self) -> AgentMessage {
+        let gpus = self.inventory.gpus.devices.iter().filter_map(|gpu| {
+            Some(GpuBeat {
+                uuid: gpu.uuid.value()?.clone(),
+                used_mib: Some((unit() * 500.0) as u64),
+                health: Vec::new(),
+            })
+        });
+        AgentMessage::Heartbeat(Box::new(Heartbeat {
+            draining: false,
+            gpus: gpus.collect(),
+            inventory: None,
+        }))
     }
 }
 
-fn register(crowd: &Crowd, node: &str) -> AgentMessage {
-    AgentMessage::Register(Box::new(Register {
-        node: node.to_owned(),
-        agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-        run: node.to_owned(),
-        machine: node.to_owned(),
-        advertise: "127.0.0.1".to_owned(),
-        ports: PortRange {
-            first: 21_000,
-            last: 21_999,
-        },
-        engines: vec!["vllm".to_owned()],
-        draining: false,
-        inventory: Told::Inventory(crowd.inventory.clone()),
-        shards: Vec::new(),
-    }))
-}
-
-/// The use of the GPUs is another one each time.
-fn heartbeat(crowd: &Crowd) -> AgentMessage {
-    let gpus = crowd.inventory.gpus.devices.iter().filter_map(|gpu| {
-        Some(GpuBeat {
-            uuid: gpu.uuid.value()?.clone(),
-            used_mib: Some((unit() * 80_000.0) as u64),
-            health: Vec::new(),
-        })
-    });
-    AgentMessage::Heartbeat(Box::new(Heartbeat {
-        draining: false,
-        gpus: gpus.collect(),
-        inventory: None,
-    }))
+fn loading(spec: Arc<ShardSpec>) -> ShardReport {
+    let status = ShardStatus {
+        shard: spec.shard.clone(),
+        spec_hash: spec.hash(),
+        state: ShardState::Loading,
+        reason: String::new(),
+        exit: None,
+        log_tail: Vec::new(),
+        since_ms: 0,
+        adopted: false,
+    };
+    ShardReport {
+        spec: Some(spec),
+        status,
+    }
 }
 
 fn unit() -> f64 {
