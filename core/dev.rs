@@ -12,7 +12,7 @@ const AGENT_FILE: &str = "agent.yaml";
 
 /// Runs both to their end: requests finish, then the server ends, then the agent with its engines. An error is what is said, and the exit status.
 pub async fn run(config: PathBuf, policies: Option<PathBuf>) -> Result<(), (String, u8)> {
-    let beside = config.parent().unwrap_or(Path::new("")).join(AGENT_FILE);
+    let directory = config.parent().unwrap_or(Path::new("")).to_owned();
     let options = ServerOptions {
         config,
         policies,
@@ -28,7 +28,7 @@ pub async fn run(config: PathBuf, policies: Option<PathBuf>) -> Result<(), (Stri
         let _ = opened.send(it);
     });
     let stop = CancellationToken::new();
-    let agent = agent(is_open, beside, stop.clone());
+    let agent = agent(is_open, directory, stop.clone());
     tokio::pin!(server, agent);
     let served = tokio::select! {
         // In this order: where the server could not start there is no agent, and its reason is the one to say.
@@ -44,7 +44,7 @@ pub async fn run(config: PathBuf, policies: Option<PathBuf>) -> Result<(), (Stri
 
 async fn agent(
     is_open: oneshot::Receiver<Opened>,
-    beside: PathBuf,
+    directory: PathBuf,
     stop: CancellationToken,
 ) -> Result<(), (String, u8)> {
     let Ok(opened) = is_open.await else {
@@ -53,10 +53,13 @@ async fn agent(
     let Some(server) = opened.agents else {
         return Err(("the server opened no address for its agent".to_owned(), 1));
     };
+    let beside = directory.join(AGENT_FILE);
     let local = LocalAgent {
         server,
         config: beside.exists().then_some(beside),
         state: opened.state.join("agent"),
+        // As for every path in the configuration. The directory of a bare file name is empty, which is no path by itself.
+        models_dir: directory.join("."),
         executables: opened.executables,
     };
     let ran = run_local(local, stop).await;

@@ -15,10 +15,11 @@ mod said;
 
 use said::Process;
 
-/// A fake engine that takes the command line which the llama.cpp plugin renders.
+/// A fake engine that takes the command line which the llama.cpp plugin renders, and notes which file it is to load.
 const LLAMA_SERVER: &str = r#"#!/bin/sh
 while [ $# -gt 0 ]; do
   case $1 in
+    --model) echo "$2" > "$0.model" ;;
     --alias) alias=$2 ;;
     --host) host=$2 ;;
     --port) port=$2 ;;
@@ -68,6 +69,12 @@ impl Dev {
                 .env("PATH", path),
         );
         Dev { directory, process }
+    }
+
+    /// The file that an engine was told to load.
+    fn model_of(&self, engine: &str) -> PathBuf {
+        let noted = self.directory.join(format!("{engine}.model"));
+        PathBuf::from(fs::read_to_string(noted).unwrap().trim_end())
     }
 
     /// The engines of this directory: what was started with its state in the environment.
@@ -126,6 +133,9 @@ fn one_command_serves_a_model_and_leaves_no_process_behind() {
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     assert!(answer.contains("chat.completion"), "{answer}");
     assert_eq!(dev.engines().len(), 1);
+    // A path in the configuration starts at the directory that holds it.
+    let model = dev.directory.join("small");
+    assert_eq!(dev.model_of("bin/llama-server"), model);
 
     dev.process.signal(Signal::SIGINT);
     assert_eq!(dev.process.ends().code(), Some(0));
@@ -138,13 +148,15 @@ fn engines_of_a_run_that_was_killed_are_taken_over_and_end_with_the_next_one() {
     // agent.yaml beside the configuration is what counts, where there is one.
     Dev::write_engine(&directory.join("engine.sh"));
     // Ports of its own, since tests run side by side.
-    let agent = "node: mine\nports: 22000-22099\nengines: {llamacpp: {commands: {llama-server: engine.sh}}}\n";
+    let agent = "node: mine\nports: 22000-22099\nmodels_dir: models\nengines: {llamacpp: {commands: {llama-server: engine.sh}}}\n";
     fs::write(directory.join("agent.yaml"), agent).unwrap();
     let mut dev = Dev::start(directory.clone());
     dev.process.says(&["node `mine` is ready"]);
     dev.process.says(&["ready, serves `small`"]);
     let engines = dev.engines();
     assert_eq!(engines.len(), 1);
+    let model = directory.join("models/small");
+    assert_eq!(dev.model_of("engine.sh"), model);
     dev.process.signal(Signal::SIGKILL);
     dev.process.ends();
     assert_eq!(dev.engines(), engines, "nobody stopped it");

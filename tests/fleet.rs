@@ -260,6 +260,26 @@ fn an_edited_placement_decides_where_the_next_replica_goes_and_says_why() {
 }
 
 #[test]
+fn a_relative_source_is_loaded_where_a_node_has_a_models_dir_and_a_node_without_one_says_so() {
+    let mut fleet = Fleet::start(PATIENT, &Program::Fake);
+    let config = std::fs::read_to_string(fleet.path("n2.yaml")).unwrap();
+    fleet.write("n2.yaml", &format!("{config}models_dir: models\n"));
+    fleet.kill_agent("n2");
+    fleet.start_agent("n2");
+    fleet.until("the node is back", |fleet| {
+        fleet.node_state("n2") == "ready"
+    });
+    fleet.declare(&models(&[("fake", 1)]).replace("/m.gguf", "m.gguf"));
+    // Of two equal nodes the first one is tried first.
+    fleet.ready(1);
+    assert_eq!(fleet.spread(), [0, 1]);
+    let text = fleet.shown(&["explain", "fake"]);
+    assert!(text.contains("failed   fake/0 on n1 "), "{text}");
+    let reason = "source `m.gguf` is a relative path, and the node has no `models_dir`";
+    assert!(text.contains(reason), "{text}");
+}
+
+#[test]
 fn three_replicas_of_a_real_model_spread_over_two_nodes_and_answer() {
     let Some((engine, model)) = prepared() else {
         return;

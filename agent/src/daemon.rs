@@ -163,6 +163,7 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
             setup.server
         );
     }
+    let models_dir = models_dir(&setup.config)?;
     std::fs::create_dir_all(&setup.state)
         .map_err(|error| DaemonError::Start("the state directory", error))?;
     let starting = async {
@@ -186,7 +187,7 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
         }
     };
     let looking = tokio::spawn(node.clone().keep(supervisor.clone()));
-    let session = Arc::new(session(&setup, node, supervisor.clone()));
+    let session = Arc::new(session(&setup, models_dir, node, supervisor.clone()));
     let leave = CancellationToken::new();
     let held = {
         let (session, leave) = (session.clone(), leave.clone());
@@ -246,18 +247,44 @@ fn say_adopted(found: &Adopted) {
     }
 }
 
-fn session(setup: &Setup, node: Arc<Node>, supervisor: Arc<Supervisor>) -> Session {
+fn session(
+    setup: &Setup,
+    models_dir: Option<String>,
+    node: Arc<Node>,
+    supervisor: Arc<Supervisor>,
+) -> Session {
     let options = SessionOptions {
         server: setup.server.clone(),
         node: setup.node.clone(),
         advertise: setup.config.advertise,
         ports: setup.config.ports.unwrap_or(PORTS_DEFAULT),
         engines: setup.config.engines.keys().cloned().collect(),
+        models_dir,
         keep_alive: KEEP_ALIVE,
         patience: PATIENCE,
     };
     let drain = DrainFile::open(&setup.state);
-    Session::new(options, Arc::new(Shards(supervisor)), node, Arc::new(drain))
+    let shards = Arc::new(Shards(supervisor));
+    Session::new(options, shards, node, Arc::new(drain))
+}
+
+/// As the server is told it. That nothing is there is no reason not to start: it may be mounted later.
+fn models_dir(config: &AgentConfig) -> Result<Option<String>, DaemonError> {
+    let Some(named) = &config.models_dir else {
+        return Ok(None);
+    };
+    let absolute = std::path::absolute(named)
+        .map_err(|error| DaemonError::Start("the working directory", error))?;
+    if !absolute.is_dir() {
+        tracing::warn!("models_dir `{}` is no directory now", absolute.display());
+    }
+    match absolute.into_os_string().into_string() {
+        Ok(text) => Ok(Some(text)),
+        Err(path) => Err(DaemonError::Usage(format!(
+            "models_dir `{}` is not UTF-8, and the server can't name it; choose another directory",
+            path.display()
+        ))),
+    }
 }
 
 fn host_name() -> std::io::Result<String> {

@@ -84,6 +84,8 @@ pub struct SessionOptions {
     pub ports: PortRange,
     /// Names of the engines that may be started.
     pub engines: Vec<String>,
+    /// Absolute: where a source that is a relative path lies.
+    pub models_dir: Option<String>,
     pub keep_alive: KeepAlive,
     /// For each step of an attempt: the connection, the session, the welcome.
     pub patience: Duration,

@@ -50,10 +50,21 @@ end
 -- 13 s or never answers. The gateway opens at most one a slot, its probes and scrapes come on top.
 local HTTP_THREADS_SPARE = 64
 
+-- `--model` is a file: one that is not absolute lies in the node's models_dir.
+local function model_file(shard)
+  if string.sub(shard.source, 1, 1) == "/" then
+    return shard.source
+  end
+  if shard.models_dir == nil then
+    error("source `" .. shard.source .. "` is a relative path, and the node has no `models_dir`: set that in its agent.yaml, or write an absolute path", 0)
+  end
+  return shard.models_dir .. "/" .. string.gsub(shard.source, "^%./", "")
+end
+
 function M.commands(shard)
   local slots = shard.slots or 4
   local args = {
-    "--model", shard.source,
+    "--model", model_file(shard),
     "--alias", shard.served_name,
     "--host", shard.advertise or "127.0.0.1",
     "--port", tostring(shard.port),

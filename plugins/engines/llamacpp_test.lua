@@ -30,6 +30,17 @@ local function has(args, ...)
   t.ok(string.find(table.concat(args, " "), wanted, 1, true), "no `" .. wanted .. "`")
 end
 
+t.case("its model is a file, below the node's models_dir where the path is relative", function()
+  local function model(source, models_dir)
+    local shard = { source = source, models_dir = models_dir, served_name = "m", port = 21007 }
+    return t.engine("llamacpp"):commands(shard)[1].args
+  end
+  has(model("/data/m.gguf", "/models"), "--model", "/data/m.gguf")
+  has(model("m.gguf", "/models"), "--model", "/models/m.gguf")
+  has(model("org/m.gguf", "/models"), "--model", "/models/org/m.gguf")
+  has(model("./m.gguf", "/models"), "--model", "/models/m.gguf")
+end)
+
 t.property("there is a thread for every connection that the gateway may open", 40, function(g)
   local slots = g:int(1, 256)
   local args = t.engine("llamacpp"):commands({ slots = slots, port = 21007, served_name = "m", cpus = 8 })[1].args

@@ -42,9 +42,20 @@ local function append(list, ...)
   end
 end
 
+-- A name on the Hub, unless it is a path: an absolute one, or one below the node's models_dir, which begins with `./`.
+local function model(shard)
+  if string.sub(shard.source, 1, 2) ~= "./" then
+    return shard.source
+  end
+  if shard.models_dir == nil then
+    error("source `" .. shard.source .. "` is a relative path, and the node has no `models_dir`: set that in its agent.yaml, or write an absolute path", 0)
+  end
+  return shard.models_dir .. string.sub(shard.source, 2)
+end
+
 -- The same line with its rank on each node. A rank above 0 opens a dummy server whose 200 says nothing.
 function M.commands(shard)
-  local args = { "serve", "--model-path", shard.source }
+  local args = { "serve", "--model-path", model(shard) }
   append(args, "--served-model-name", shard.served_name, "--host", shard.advertise or "127.0.0.1", "--port", shard.port,
     "--tp-size", shard.tensor_parallel or 1, "--pp-size", shard.pipeline_parallel or 1, "--enable-metrics")
   local env = {}

@@ -34,6 +34,16 @@ local function has(args, ...)
   t.ok(string.find(table.concat(args, " "), wanted, 1, true), "no `" .. wanted .. "`")
 end
 
+t.case("a source is a name on the Hub, or a path below the node's models_dir where it begins with ./", function()
+  local function model(source)
+    local shard = { source = source, models_dir = "/models", served_name = "m", port = 21007 }
+    return t.engine("sglang"):commands(shard)[1].args
+  end
+  has(model("org/model"), "--model-path", "org/model")
+  has(model("/data/model"), "--model-path", "/data/model")
+  has(model("./org/model"), "--model-path", "/models/org/model")
+end)
+
 t.case("it is started with its metrics, its port and its name", function()
   local commands = t.engine("sglang"):commands { source = "org/model", served_name = "m", port = 21007, tensor_parallel = 2 }
   t.equal(#commands, 1)

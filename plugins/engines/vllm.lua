@@ -60,8 +60,19 @@ local function environment(shard)
   return env
 end
 
+-- A name on the Hub, unless it is a path: an absolute one, or one below the node's models_dir, which begins with `./`.
+local function model(shard)
+  if string.sub(shard.source, 1, 2) ~= "./" then
+    return shard.source
+  end
+  if shard.models_dir == nil then
+    error("source `" .. shard.source .. "` is a relative path, and the node has no `models_dir`: set that in its agent.yaml, or write an absolute path", 0)
+  end
+  return shard.models_dir .. string.sub(shard.source, 2)
+end
+
 local function serve(shard)
-  local args = { "serve", shard.source }
+  local args = { "serve", model(shard) }
   append(args, "--served-model-name", shard.served_name, "--host", shard.advertise or "127.0.0.1", "--port", shard.port,
     "--tensor-parallel-size", shard.tensor_parallel or 1, "--pipeline-parallel-size", shard.pipeline_parallel or 1)
   return args

@@ -59,6 +59,16 @@ t.case("one node: one process, which has the port and the name that it is asked 
   has(args, "--max-model-len", "32768")
 end)
 
+t.case("a source is a name on the Hub, or a path below the node's models_dir where it begins with ./", function()
+  local function model(source)
+    local shard = { source = source, models_dir = "/models", served_name = "m", port = 21007 }
+    return t.engine("vllm"):commands(shard)[1].args
+  end
+  has(model("org/model"), "serve", "org/model")
+  has(model("/data/model"), "serve", "/data/model")
+  has(model("./org/model"), "serve", "/models/org/model")
+end)
+
 t.case("two nodes: each rank names the leader, and only the leader serves", function()
   for rank = 0, 1 do
     local shard = { rank = rank, nodes = 2, leader_address = "10.0.0.1", rendezvous_port = 21001, gpus = 8 }

@@ -136,7 +136,7 @@
 
 ---@class (exact) llmgw.shard
 ---@field model string The model.
----@field source string What the engine loads.
+---@field source string What the engine loads: a name, or a path. It has no `..` in it.
 ---@field served_name string The name that the engine must list.
 ---@field profile string The profile.
 ---@field engine string The engine.
@@ -157,7 +157,7 @@
 ---@field adapters string[] Names of the chosen fabric's adapters on this node.
 ---@field socket_interface? string Network interface for TCP between ranks.
 ---@field advertise? string Address where the gateway reaches this node.
----@field models_dir? string Where relative sources are.
+---@field models_dir? string Where this node has a source that is a relative path; absolute.
 ---@field launch_mode? string `native` or `ray`.
 
 ---@class llmgw.knobs

@@ -237,6 +237,7 @@ fn register_out(register: &Register) -> wire::Register {
             last: register.ports.last.into(),
         }),
         engines: register.engines.clone(),
+        models_dir: register.models_dir.clone(),
         draining: register.draining,
         inventory: inventory::out(&register.inventory),
         shards: register
@@ -268,6 +269,7 @@ fn register_in(register: wire::Register) -> Result<Register> {
         ports: ports_in(register.ports.ok_or_else(|| missing("ports"))?)
             .map_err(within("ports"))?,
         engines: register.engines,
+        models_dir: register.models_dir.filter(|dir| !dir.is_empty()),
         draining: register.draining,
         inventory: inventory::taken(register.inventory),
     })

@@ -45,6 +45,8 @@ pub struct Register {
     pub ports: PortRange,
     /// Names of the engines that it may start.
     pub engines: Vec<String>,
+    /// The directory that a source which is a relative path lies in, as an absolute path. None: it has none.
+    pub models_dir: Option<String>,
     /// An operator takes it out of use. The agent keeps that, the server does not.
     pub draining: bool,
     pub inventory: Told,

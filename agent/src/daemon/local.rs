@@ -18,6 +18,8 @@ pub struct LocalAgent {
     /// `agent.yaml`, where there is one; what it says of server and state is not for this agent.
     pub config: Option<PathBuf>,
     pub state: PathBuf,
+    /// Where a source that is a relative path lies, where the file does not say.
+    pub models_dir: PathBuf,
     /// What may be started where the file lists no engines: these, as far as `PATH` has them.
     pub executables: BTreeMap<String, Vec<String>>,
 }
@@ -38,6 +40,7 @@ pub async fn run_local(local: LocalAgent, stop: CancellationToken) -> Result<(),
         config.engines = allowed(&local.executables, &path);
         say_allowed(&config.engines, &local.executables);
     }
+    config.models_dir.get_or_insert(local.models_dir);
     let server = format!("http://{}", local.server);
     let node = config.node.get_or_insert_with(|| NODE_DEFAULT.to_owned());
     let setup = Setup {

@@ -44,6 +44,7 @@ impl Session {
             advertise: advertise.to_string(),
             ports: options.ports,
             engines: options.engines.clone(),
+            models_dir: options.models_dir.clone(),
             draining: self.drain.is_draining(),
             inventory: ToldInventory::Inventory(inventory),
             shards: shards

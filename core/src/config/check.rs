@@ -211,6 +211,7 @@ fn model_rules(model: &Model, place: &Place, found: &mut Vec<Finding>) {
             right,
         ));
     }
+    source_rule(model, place, found);
     for (index, endpoint) in model.endpoints.iter().enumerate() {
         let here = place.key("endpoints").index(index);
         plain_name(&endpoint.engine, "engine", here.key("engine"), found);
@@ -246,6 +247,20 @@ fn model_rules(model: &Model, place: &Place, found: &mut Vec<Finding>) {
             ));
         }
         profile::rules(profile, &here, found);
+    }
+}
+
+/// A source that is a relative path stays below the node's `models_dir`; which ones are paths, each engine's plugin knows.
+fn source_rule(model: &Model, place: &Place, found: &mut Vec<Finding>) {
+    let (key, source) = match &model.source {
+        Some(source) => ("source", &**source),
+        None if model.profiles.is_empty() => return,
+        None => ("name", &*model.name),
+    };
+    if !source.starts_with('/') && source.split('/').any(|part| part == "..") {
+        let wrong = format!("`{}` leads out of a node's `models_dir`", shown(source));
+        let right = "write a path below `models_dir` without `..`, or an absolute one as `source`";
+        found.push(Finding::new(place.key(key), wrong, right));
     }
 }
 

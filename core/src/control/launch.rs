@@ -220,7 +220,7 @@ fn view<'a>(chosen: &Chosen<'a>, port: u16, env: &'a [(String, String)]) -> Shar
         adapters: &[],
         socket_interface: None,
         advertise: Some(&node.advertise),
-        models_dir: None,
+        models_dir: node.models_dir.as_deref(),
         launch_mode: Some(launch_mode(profile)),
     }
 }

@@ -56,6 +56,8 @@ pub struct ObservedNode {
     pub ports: PortRange,
     /// Names of the engines that it may start.
     pub engines: Vec<String>,
+    /// Where a source that is a relative path lies. None: nowhere.
+    pub models_dir: Option<String>,
     pub labels: BTreeMap<String, String>,
     /// As registered, with the GPUs' health and use of the last heartbeat.
     pub inventory: Result<Arc<Inventory>, String>,

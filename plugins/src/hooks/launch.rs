@@ -66,7 +66,7 @@ view! {
     "shard" ShardView<'a> {
         /// The model.
         model: &'a str,
-        /// What the engine loads.
+        /// What the engine loads: a name, or a path. It has no `..` in it.
         source: &'a str,
         /// The name that the engine must list.
         served_name: &'a str,
@@ -108,7 +108,7 @@ view! {
         socket_interface: Option<&'a str>,
         /// Address where the gateway reaches this node.
         advertise: Option<&'a str>,
-        /// Where relative sources are.
+        /// Where this node has a source that is a relative path; absolute.
         models_dir: Option<&'a str>,
         /// `native` or `ray`.
         launch_mode: Option<&'a str>,

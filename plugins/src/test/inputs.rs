@@ -395,6 +395,7 @@ pub(crate) fn shard<'v>(given: &'v [Given], engine: &'v str) -> ShardView<'v> {
         rendezvous_port: Some(21001),
         tensor_parallel: 1,
         pipeline_parallel: 1,
+        models_dir: Some("/models"),
         ..ShardView::default()
     };
     base.overlay(given)

@@ -44,6 +44,7 @@ fn lines(engine: &str, shard: &ShardView<'_>) -> Vec<String> {
 fn llama_cpp_gets_enough_http_threads_and_its_metrics() {
     let args = ["-c".to_owned(), "4096".to_owned()];
     let shard = ShardView {
+        source: "/models/m.gguf",
         cpus: Some(8),
         args: &args,
         ..shard("llamacpp")
@@ -51,7 +52,7 @@ fn llama_cpp_gets_enough_http_threads_and_its_metrics() {
     assert_eq!(
         lines("llamacpp", &shard),
         [
-            "llama-server --model org/m --alias m --host 10.0.0.1 --port 21000 --parallel 8 --threads-http 72 --metrics \
+            "llama-server --model /models/m.gguf --alias m --host 10.0.0.1 --port 21000 --parallel 8 --threads-http 72 --metrics \
           --sse-ping-interval 5 --threads 8 -c 4096"
         ]
     );

@@ -194,6 +194,7 @@ impl Draws {
                     last: first.max(self.port()),
                 },
                 engines: self.list(4, Draws::text),
+                models_dir: self.maybe(Draws::text),
                 draining: self.bool(),
                 inventory: self.inventory(),
                 shards: self.list(4, |draws| draws.report(true)),
@@ -276,6 +277,7 @@ fn register() -> Register {
         advertise: "10.0.0.1".into(),
         ports: PortRange { first: 1, last: 2 },
         engines: Vec::new(),
+        models_dir: None,
         draining: false,
         inventory: Told::Inventory(Arc::new(inventory())),
         shards: Vec::new(),
@@ -414,7 +416,11 @@ fn what_is_missing_or_out_of_range_is_named_by_its_path() {
 
 #[test]
 fn what_is_too_long_or_too_many_is_found_before_it_is_decoded() {
-    let table: [(Change, &str); 5] = [
+    let table: [(Change, &str); 6] = [
+        (
+            |r| r.models_dir = Some("x".repeat(1_025)),
+            "`register.models_dir` is longer than 1024 bytes",
+        ),
         (
             |r| r.node = "x".repeat(257),
             "`register.node` is longer than 256 bytes",

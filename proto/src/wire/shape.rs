@@ -111,6 +111,7 @@ const REGISTER: Shape = Shape(&[
     texts(7, "engines", ENGINES_MAX, NAME_MAX_BYTES),
     one(9, "inventory", &INVENTORY),
     many(10, "shards", SHARDS_MAX, &SHARD_REPORT),
+    text(11, "models_dir", PATH_MAX_BYTES),
 ]);
 
 const INVENTORY: Shape = Shape(&[

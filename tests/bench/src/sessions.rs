@@ -285,6 +285,7 @@ impl Agent {
                 last: 31_999,
             },
             engines: vec!["vllm".to_owned()],
+            models_dir: None,
             draining: false,
             inventory: Told::Inventory(self.inventory.clone()),
             shards: self.shards.clone(),

@@ -35,6 +35,18 @@ fn duplicates_are_refused() {
             ],
         ),
         (
+            &model("source: models/../../m.gguf"),
+            &[
+                "3 models[0].source: `models/../../m.gguf` leads out of a node's `models_dir` (write a path below `models_dir` without `..`, or an absolute one as `source`)",
+            ],
+        ),
+        (
+            "models:\n  - {name: ../m, profiles: [{name: p, engine: llamacpp}]}\n",
+            &[
+                "2 models[0].name: `../m` leads out of a node's `models_dir` (write a path below `models_dir` without `..`, or an absolute one as `source`)",
+            ],
+        ),
+        (
             "models:\n  - name: a\n    endpoints:\n      - url: http://h:80/\n      - url: http://h\n",
             &[
                 "5 models[0].endpoints[1].url: endpoints[0] has `http://h:80` too (list each engine once)",

@@ -188,8 +188,11 @@ impl State {
             }) => {
                 let replica = format!("{}/{}", place.model, place.number);
                 tracing::warn!(%replica, %node, "can't be started: {error}");
-                // A plugin that fails would fail on every node.
-                let is_nodes = matches!(error, LaunchError::NoPort { .. });
+                // A plugin renders for one node, which may lack what another one has.
+                let is_nodes = matches!(
+                    error,
+                    LaunchError::NoPort { .. } | LaunchError::Commands { .. }
+                );
                 let failure = Failure {
                     replica,
                     profile,

@@ -13,6 +13,7 @@ use super::{
 };
 use crate::config::{self, Catalog};
 use crate::control::memory::{Memory, Start};
+use crate::control::observed::ObservedNode;
 use crate::control::tests::nodes::{Nodes, node, spec};
 
 const KEY: &str = "0123456789abcdef";
@@ -72,7 +73,8 @@ fn each_engine_gets_what_it_was_recorded_with() {
                 --pipeline-parallel-size 1 --max-model-len 2048";
     let sglang = "serve --model-path org/model --served-model-name m --host 10.0.0.1 --port 21007 --tp-size 1 --pp-size 1 \
                   --enable-metrics --api-key ${LLMGW_API_KEY} --mem-fraction-static 0.8";
-    let llamacpp = "--model org/model --alias m --host 10.0.0.1 --port 21007 --parallel 3 --threads-http 67 --metrics \
+    // The node's models_dir and the relative path.
+    let llamacpp = "--model /models/org/model --alias m --host 10.0.0.1 --port 21007 --parallel 3 --threads-http 67 --metrics \
                     --sse-ping-interval 5 --threads 4 --ctx-size 8192";
     for (profile, executable, args) in [
         (VLLM, "vllm", vllm),
@@ -83,6 +85,58 @@ fn each_engine_gets_what_it_was_recorded_with() {
         let command = &spec.commands[0];
         assert_eq!(command.executable, executable);
         assert_eq!(command.args.join(" "), args);
+    }
+}
+
+/// What a node with this models_dir is told to load, or why nothing.
+fn loaded(engine: &str, source: &str, models_dir: Option<&str>) -> Result<String, String> {
+    let text = format!(
+        "models:\n- {{name: m, source: {source}, profiles: [{{name: p, engine: {engine}, gpu: l40s-45g}}]}}\n"
+    );
+    let parsed = config::parse(Path::new("llmgw.yaml"), text, &|_| None);
+    let catalog = parsed.unwrap_or_else(|errors| panic!("{errors}")).catalog;
+    let mut node = ObservedNode::clone(&node("a", 0));
+    node.models_dir = models_dir.map(str::to_owned);
+    let chosen = Chosen {
+        model: &catalog.models[0],
+        profile: &catalog.models[0].profiles[0],
+        number: 0,
+        node: &node,
+        gpus: &[],
+    };
+    let set = PolicySet::built_in();
+    let spec = shard_spec(&set, &chosen, 21_007, ApiKey::new(KEY.to_owned()));
+    let spec = spec.map_err(|error| error.to_string())?;
+    // `serve MODEL` and `--model FILE`.
+    Ok(spec.commands[0].args[1].clone())
+}
+
+#[test]
+fn a_relative_path_is_one_below_the_nodes_models_dir() {
+    let models = Some("/srv/models");
+    for (engine, source, at) in [
+        ("llamacpp", "m.gguf", "/srv/models/m.gguf"),
+        ("llamacpp", "./org/m.gguf", "/srv/models/org/m.gguf"),
+        ("llamacpp", "/data/m.gguf", "/data/m.gguf"),
+        ("vllm", "org/model", "org/model"),
+        ("vllm", "./org/model", "/srv/models/org/model"),
+        ("vllm", "/data/model", "/data/model"),
+    ] {
+        assert_eq!(
+            loaded(engine, source, models).as_deref(),
+            Ok(at),
+            "{engine} {source}"
+        );
+    }
+    assert_eq!(
+        loaded("vllm", "org/model", None).as_deref(),
+        Ok("org/model")
+    );
+    for (engine, source) in [("llamacpp", "m.gguf"), ("vllm", "./m"), ("sglang", "./m")] {
+        let why = loaded(engine, source, None).unwrap_err();
+        let reason =
+            format!("source `{source}` is a relative path, and the node has no `models_dir`");
+        assert!(why.contains(&reason), "{why}");
     }
 }
 

@@ -333,6 +333,7 @@ fn registered(session: SessionId, register: Register, now_ms: u64) -> ObservedNo
         advertise: register.advertise,
         ports: register.ports,
         engines: register.engines,
+        models_dir: register.models_dir,
         labels: labels.unwrap_or_default(),
         inventory,
         shards,

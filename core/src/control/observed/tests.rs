@@ -84,6 +84,7 @@ fn register(node: &str) -> Register {
             last: 21_999,
         },
         engines: vec!["llamacpp".to_owned()],
+        models_dir: Some("/models".to_owned()),
         draining: false,
         inventory: Told::Unreadable("not told".to_owned()),
         shards: Vec::new(),

@@ -160,6 +160,7 @@ fn register(node: &str) -> AgentMessage {
             last: 21_999,
         },
         engines: Vec::new(),
+        models_dir: None,
         draining: false,
         inventory: Told::Unreadable(String::new()),
         shards: Vec::new(),

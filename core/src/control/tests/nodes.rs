@@ -102,6 +102,7 @@ pub(crate) fn node(id: &str, session: u64) -> Arc<ObservedNode> {
             last: 21_009,
         },
         engines: ["llamacpp", "vllm", "sglang"].map(str::to_owned).to_vec(),
+        models_dir: Some("/models".to_owned()),
         labels: inventory.labels.clone(),
         inventory: Ok(Arc::new(inventory)),
         shards: std::collections::BTreeMap::new(),

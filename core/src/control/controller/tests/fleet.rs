@@ -166,6 +166,7 @@ impl Fleet {
             advertise: known.advertise.clone(),
             ports: known.ports,
             engines: known.engines.clone(),
+            models_dir: known.models_dir.clone(),
             draining: agent.draining,
             inventory: Told::Inventory(known.inventory.clone().expect("it is readable")),
             shards: agent
