@@ -4,17 +4,13 @@
 mod fleet;
 mod harness;
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use fleet::{Fleet, NODES, PATIENT, Program, asserts_whole, is_alive, models};
-use harness::chat;
+use fleet::{Fleet, PATIENT, Program, asserts_whole, is_alive, models, name_of, other};
 
 #[test]
 fn three_replicas_spread_over_two_nodes_serve_and_their_snapshot_replays_to_the_same_decision() {
@@ -49,26 +45,7 @@ fn three_replicas_spread_over_two_nodes_serve_and_their_snapshot_replays_to_the_
         let line = format!("replica  {} is ready on {}", replica.id, replica.node);
         assert!(text.contains(&line), "{line}: {text}");
     }
-    asserts_replay(&fleet, "fake");
-}
-
-/// What the server says of one more replica is what `policy explain` says over its snapshot.
-fn asserts_replay(fleet: &Fleet, model: &str) {
-    let file = fleet.path("snapshot.json");
-    fleet.shown(&["snapshot", "-o", file.to_str().unwrap()]);
-    let replayed = Command::new(env!("CARGO_BIN_EXE_llmgw"))
-        .args(["policy", "explain", "--model", model, "--format", "json"])
-        .arg("--snapshot")
-        .arg(&file)
-        .output()
-        .unwrap();
-    assert!(replayed.status.success(), "{replayed:?}");
-    let replayed: Value = serde_json::from_slice(&replayed.stdout).unwrap();
-    let live = fleet.shown(&["explain", model, "--format", "json"]);
-    let live: Value = serde_json::from_str(&live).unwrap();
-    let decision = &live["decision"]["decision"];
-    assert!(decision.is_object(), "{live}");
-    assert_eq!(decision, &replayed["decision"]);
+    fleet.asserts_replay("fake");
 }
 
 #[test]
@@ -82,15 +59,11 @@ fn a_server_that_is_killed_finds_every_replica_again_and_starts_none_twice() {
     fleet.start_server();
     // It waits for a replica instead of failing.
     fleet.asserts_chat();
-    assert!(is_recovering(&fleet), "{:?}", fleet.replicas());
-    fleet.until("the recovery is over", |fleet| !is_recovering(fleet));
+    assert!(fleet.is_recovering(), "{:?}", fleet.replicas());
+    fleet.until("the recovery is over", |fleet| !fleet.is_recovering());
     fleet.ready(3);
     assert_eq!(fleet.starts(), before, "{}", fleet.story());
     assert_eq!(fleet.engines(), before);
-}
-
-fn is_recovering(fleet: &Fleet) -> bool {
-    fleet.admin_get("/v1/explain?model=fake")["explanation"]["recovering"] == true
 }
 
 #[test]
@@ -277,57 +250,4 @@ fn a_relative_source_is_loaded_where_a_node_has_a_models_dir_and_a_node_without_
     assert!(text.contains("failed   fake/0 on n1 "), "{text}");
     let reason = "source `m.gguf` is a relative path, and the node has no `models_dir`";
     assert!(text.contains(reason), "{text}");
-}
-
-#[test]
-fn three_replicas_of_a_real_model_spread_over_two_nodes_and_answer() {
-    let Some((engine, model)) = prepared() else {
-        return;
-    };
-    let mut fleet = Fleet::start(PATIENT, &Program::Real(engine));
-    // One thread: with more, llama.cpp's busy waiting starves the other processes of a small machine.
-    let args = r#"args: ["-t", "1", "-tb", "1", "-c", "512"]"#;
-    let yaml = models(&[("fake", 3)])
-        .replace("/m.gguf", model.to_str().unwrap())
-        .replace("slots: 1", &format!("slots: 1, {args}"));
-    fleet.declare(&yaml);
-    fleet.ready(3);
-    let mut spread = fleet.spread();
-    spread.sort();
-    assert_eq!(spread, [1, 2]);
-    // A model that says little is enough, and does not wear out anybody's patience.
-    let little = chat(true).replacen('{', r#"{"max_tokens":8,"#, 1);
-    let streams: Vec<_> = (0..3).map(|_| fleet.ask(&little, "")).collect();
-    for mut stream in streams {
-        assert_eq!(stream.head().status, 200);
-        asserts_whole(stream);
-    }
-    asserts_replay(&fleet, "fake");
-}
-
-/// The engine and the model that `tests/real/prepare` makes ready; `None` (having said why) without them.
-fn prepared() -> Option<(PathBuf, PathBuf)> {
-    let prepared = Path::new(env!("CARGO_MANIFEST_DIR")).join(".llmgw/engine");
-    let (engine, model) = (prepared.join("llama-server"), prepared.join("model.gguf"));
-    if engine.exists() && model.exists() {
-        return Some((engine, model));
-    }
-    let reason = format!(
-        "`{}` is missing; tests/real/prepare makes it",
-        prepared.display()
-    );
-    let required = std::env::var("LLMGW_REQUIRE_REAL");
-    assert_ne!(required.as_deref(), Ok("1"), "{reason}");
-    // Not `eprintln!`, which the test runner keeps to itself when a test passes.
-    let mut stderr = std::io::stderr();
-    let _ = writeln!(stderr, "skipped: the fleet with a real engine: {reason}");
-    None
-}
-
-fn name_of(node: &str) -> &'static str {
-    NODES.into_iter().find(|name| *name == node).unwrap()
-}
-
-fn other(node: &str) -> &'static str {
-    NODES.into_iter().find(|name| *name != node).unwrap()
 }

@@ -67,6 +67,7 @@ pub struct Replica {
 pub enum Program {
     /// The fake engine, through a script that translates the arguments.
     Fake,
+    /// Models lie beside it.
     Real(PathBuf),
 }
 
@@ -150,9 +151,12 @@ impl Fleet {
         let executable = self.dir.join(format!("llama-server-{node}"));
         fs::write(&executable, script(program, node, &self.dir)).unwrap();
         fs::set_permissions(&executable, fs::Permissions::from_mode(0o755)).unwrap();
-        let config = format!(
+        let mut config = format!(
             "ports: {first}-{last}\nengines: {{llamacpp: {{commands: {{llama-server: {executable:?}}}}}}}\n"
         );
+        if let Program::Real(path) = program {
+            let _ = writeln!(config, "models_dir: {:?}", path.parent().unwrap());
+        }
         fs::write(self.dir.join(format!("{node}.yaml")), config).unwrap();
     }
 
@@ -331,7 +335,36 @@ impl Fleet {
         story
     }
 
+    /// It waits for what agents have still to tell.
+    pub fn is_recovering(&self) -> bool {
+        self.admin_get("/v1/explain?model=fake")["explanation"]["recovering"] == true
+    }
+
+    /// What the server says of one more replica is what `policy explain` says over its snapshot.
+    pub fn asserts_replay(&self, model: &str) {
+        let file = self.path("snapshot.json");
+        self.shown(&["snapshot", "-o", file.to_str().unwrap()]);
+        let replayed = Command::new(env!("CARGO_BIN_EXE_llmgw"))
+            .args(["policy", "explain", "--model", model, "--format", "json"])
+            .arg("--snapshot")
+            .arg(&file)
+            .output()
+            .unwrap();
+        assert!(replayed.status.success(), "{replayed:?}");
+        let replayed: Value = serde_json::from_slice(&replayed.stdout).unwrap();
+        let live = self.shown(&["explain", model, "--format", "json"]);
+        let live: Value = serde_json::from_str(&live).unwrap();
+        let decision = &live["decision"]["decision"];
+        assert!(decision.is_object(), "{live}");
+        assert_eq!(decision, &replayed["decision"]);
+    }
+
     // Clients.
+
+    /// Where they connect.
+    pub fn clients(&self) -> SocketAddr {
+        self.addresses[0]
+    }
 
     /// Sends a chat; the answer is still to be read.
     pub fn ask(&self, body: &str, fake: &str) -> Client {
@@ -427,6 +460,16 @@ fn llmgw() -> Command {
 fn end(child: &mut Child) {
     let _ = child.kill();
     let _ = child.wait();
+}
+
+/// A node by its id.
+pub fn name_of(node: &str) -> &'static str {
+    NODES.into_iter().find(|name| *name == node).unwrap()
+}
+
+/// The other one of the two.
+pub fn other(node: &str) -> &'static str {
+    NODES.into_iter().find(|name| *name != node).unwrap()
 }
 
 /// A zombie is dead.

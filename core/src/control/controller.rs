@@ -229,13 +229,17 @@ impl Controller {
     /// Gives the gateway the ready replicas, where they are others than before.
     fn serve(&self, state: &mut State, view: &View) {
         let mut endpoints = Started::new();
-        for replica in Replica::all(&view.observed, &state.memory) {
-            let serves = replica.is_ready()
-                && replica.node_state != NodeState::Lost
-                && state.memory.leaving(&replica.key).is_none();
-            if let Some(endpoint) = endpoint(&replica).filter(|_| serves) {
-                let model = endpoints.entry(replica.model().to_owned()).or_default();
-                model.push(endpoint);
+        let mut replicas = Replica::all(&view.observed, &state.memory);
+        replicas
+            .retain(|replica| replica.is_ready() && state.memory.leaving(&replica.key).is_none());
+        // An engine of a lost node may serve on, which the gateway finds out by itself. It is asked until others are ready in its stead.
+        replicas.sort_by_key(|replica| replica.node_state == NodeState::Lost);
+        for replica in &replicas {
+            let model = endpoints.entry(replica.model().to_owned()).or_default();
+            let wanted = state.desired.models.get(replica.model());
+            let is_replaced = wanted.is_none_or(|wanted| model.len() >= wanted.replicas as usize);
+            if replica.node_state != NodeState::Lost || !is_replaced {
+                model.extend(endpoint(replica));
             }
         }
         if *state.served != endpoints {

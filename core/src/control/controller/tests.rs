@@ -141,8 +141,9 @@ fn a_lost_node_is_replaced_and_has_nothing_too_much_when_it_comes_back() {
     assert_eq!(fleet.running(), ["m/0 on a: ready"]);
     fleet.pass(1);
     assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: loading"]);
-    assert!(fleet.pool().is_empty());
+    assert_eq!(fleet.pool(), [FIRST], "it is the only one");
     fleet.ready("m/1");
+    assert_eq!(fleet.pool(), ["10.0.0.2:21000"], "it is replaced");
     fleet.join("a");
     fleet.pass(2);
     assert_eq!(
