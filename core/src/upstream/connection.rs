@@ -23,6 +23,11 @@ use super::idle::Upstream;
 
 /// What one connection buffers of an engine's answer before the client has taken it.
 const READ_BUFFER_MAX_BYTES: usize = 64 * 1024;
+/// A host that acknowledges nothing for so long is gone, and what it was sent goes elsewhere. How long an engine may think is another matter:
+/// its kernel answers meanwhile. Only one that reads nothing, of a request larger than the kernels' buffers, is given up as well.
+const UNREACHABLE_MAX: Duration = Duration::from_secs(20);
+/// A connection on which nothing comes is tried this often: an answer may be due in minutes, or never.
+const UNREACHABLE_LOOK: Duration = Duration::from_secs(5);
 
 type Driver = http1::Connection<TokioIo<TcpStream>, Full<Bytes>>;
 
@@ -46,6 +51,17 @@ pub enum SendError {
     Reset(hyper::Error),
 }
 
+/// Has the kernel end a connection to a host that vanished without a word: it lost its power, its network, or is cut off.
+fn end_when_unreachable(stream: &TcpStream) -> std::io::Result<()> {
+    let socket = socket2::SockRef::from(stream);
+    let looks = socket2::TcpKeepalive::new()
+        .with_time(UNREACHABLE_LOOK)
+        .with_interval(UNREACHABLE_LOOK);
+    socket.set_tcp_keepalive(&looks)?;
+    // What was sent and is not acknowledged, and looks that are not answered.
+    socket.set_tcp_user_timeout(Some(UNREACHABLE_MAX))
+}
+
 impl std::fmt::Display for SendError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
@@ -62,6 +78,7 @@ impl Connection {
         let stream = TcpStream::connect((host, port)).await?;
         // Each event leaves in one write; Nagle would hold the second one back.
         stream.set_nodelay(true)?;
+        end_when_unreachable(&stream)?;
         let (sender, driver) = http1::Builder::new()
             .max_buf_size(READ_BUFFER_MAX_BYTES)
             .handshake(TokioIo::new(stream))
@@ -185,5 +202,23 @@ impl Body for UpstreamBody {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_connection_to_a_host_that_vanishes_is_ended_by_the_kernel() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await;
+        let stream = stream.unwrap();
+        end_when_unreachable(&stream).unwrap();
+        let socket = socket2::SockRef::from(&stream);
+        assert!(socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), UNREACHABLE_LOOK);
+        assert_eq!(socket.tcp_keepalive_interval().unwrap(), UNREACHABLE_LOOK);
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(UNREACHABLE_MAX));
     }
 }
