@@ -162,7 +162,7 @@ fn a_node_drains_with_its_replacement_first_and_its_stream_whole() {
 
 #[test]
 fn a_model_that_leaves_the_catalog_is_stopped_once_that_is_meant() {
-    let mut fleet = Fleet::start(PATIENT, &Program::Fake);
+    let mut fleet = Fleet::start(PATIENT, Program::Fake);
     fleet.declare(&models(&[("fake", 2), ("other", 1)]));
     fleet.ready(3);
     // One of three: nobody is asked.
@@ -209,7 +209,7 @@ fn a_node_that_was_frozen_is_replaced_and_its_surplus_goes_when_it_is_back() {
 
 #[test]
 fn an_edited_placement_decides_where_the_next_replica_goes_and_says_why() {
-    let mut fleet = Fleet::start(PATIENT, &Program::Fake);
+    let mut fleet = Fleet::start(PATIENT, Program::Fake);
     let keep_off = |node: &str| {
         format!(
             "local M = {{ api = 1 }}\nfunction M.filter(job, node)\n  if node.id == \"{node}\" then\n    \
@@ -234,7 +234,7 @@ fn an_edited_placement_decides_where_the_next_replica_goes_and_says_why() {
 
 #[test]
 fn a_relative_source_is_loaded_where_a_node_has_a_models_dir_and_a_node_without_one_says_so() {
-    let mut fleet = Fleet::start(PATIENT, &Program::Fake);
+    let mut fleet = Fleet::start(PATIENT, Program::Fake);
     let config = std::fs::read_to_string(fleet.path("n2.yaml")).unwrap();
     fleet.write("n2.yaml", &format!("{config}models_dir: models\n"));
     fleet.kill_agent("n2");

@@ -35,7 +35,7 @@ const REFUSED_PAUSE: Duration = Duration::from_millis(20);
 #[test]
 fn a_fleet_of_real_engines_serves_on_whatever_happens_to_it() {
     let Some(engine) = prepared() else { return };
-    let mut fleet = Fleet::start(PATIENT, &Program::Real(engine));
+    let mut fleet = Fleet::start(PATIENT, Program::Real(engine));
     fleet.declare(&catalog(&[("fake", 3, "model.gguf")]));
     fleet.ready(3);
     three_replicas_are_spread_over_both_nodes(&fleet);

@@ -1,16 +1,20 @@
-//! A fleet as processes: one `llmgw server`, two `llmgw agent`s beside it, and the engines that they start.
+//! A fleet as processes: one `llmgw server`, `llmgw agent`s beside it or on hosts of their own, and the engines that they start.
 //!
 //! Every engine writes a line when it starts, so that a test can say how many ever did.
 
 // Each test file is a crate of its own and uses a part of this.
 #![allow(dead_code)]
 
+#[path = "net.rs"]
+pub mod net;
+#[path = "stand_in.rs"]
+mod stand_in;
+
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -19,26 +23,32 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use super::harness::{Client, End, chat};
+use self::net::Net;
+pub use self::stand_in::Program;
+use super::harness::{Answer, Client, End, chat};
 
 /// No test waits for longer; none waits for less than what it waits for.
 const PATIENCE: Duration = Duration::from_secs(90);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// An agent that has not stopped by then is killed.
 const STOP_MAX: Duration = Duration::from_secs(5);
-/// The nodes of each fleet.
+/// The nodes of a fleet that needs no third one.
 pub const NODES: [&str; 2] = ["n1", "n2"];
+/// The server's host in a [`Net`]; the nodes' follow.
+pub const SERVER: usize = 0;
 /// Ports of a node, for its engines.
-const NODE_PORTS: u32 = 10;
+const NODE_PORTS: u16 = 10;
 /// Below those that the system hands out by itself.
-const PORTS_FIRST: u32 = 20_000;
+const PORTS_FIRST: u16 = 20_000;
 const PORTS: u32 = 12_000;
 
 /// Running processes, all ended when dropped; their directory goes with them.
 pub struct Fleet {
     dir: PathBuf,
     server: Option<Child>,
+    nodes: &'static [&'static str],
     agents: BTreeMap<&'static str, Child>,
+    pub net: Option<Net>,
     /// Where clients, operators and agents connect. They stay the same when the server is started again.
     addresses: [SocketAddr; 3],
     timing: &'static str,
@@ -52,6 +62,7 @@ pub struct Engine {
     pub pid: i32,
     pub node: String,
     pub address: String,
+    pub shard: String,
 }
 
 /// A replica that the server has, as the admin address tells it.
@@ -63,12 +74,15 @@ pub struct Replica {
     pub address: String,
 }
 
-/// What stands for `llama-server` on both nodes: a program that takes its arguments.
-pub enum Program {
-    /// The fake engine, through a script that translates the arguments.
-    Fake,
-    /// Models lie beside it.
-    Real(PathBuf),
+/// What a fleet is made of.
+pub struct Plan {
+    pub nodes: &'static [&'static str],
+    pub timing: &'static str,
+    pub program: Program,
+    /// Gives the server and each node a host of its own; else they share this machine's loopback.
+    pub net: Option<Net>,
+    /// Each node has eight GPUs, as `nvidia-smi` says.
+    pub has_gpus: bool,
 }
 
 /// Nodes that are lost only after a long time, and nothing to recover.
@@ -76,35 +90,58 @@ pub const PATIENT: &str = "heartbeat: 500ms, lost_after: 10m, recovery: 0s";
 
 impl Fleet {
     /// A server that declares nothing yet, and both agents, connected.
-    pub fn start(timing: &'static str, program: &Program) -> Fleet {
+    pub fn start(timing: &'static str, program: Program) -> Fleet {
+        Fleet::of(Plan {
+            nodes: &NODES,
+            timing,
+            program,
+            net: None,
+            has_gpus: false,
+        })
+    }
+
+    /// A server that declares nothing yet, and all agents, connected.
+    pub fn of(plan: Plan) -> Fleet {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("llmgw-fleet-{}-{number}", std::process::id()));
         fs::create_dir_all(dir.join("policies")).unwrap();
         fs::write(dir.join("starts"), "").unwrap();
+        let first = free_ports(3);
+        let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let agents = match plan.net {
+            Some(_) => SocketAddr::from((Net::address(SERVER), first + 2)),
+            None => local(first + 2),
+        };
         let mut fleet = Fleet {
             dir,
             server: None,
+            nodes: plan.nodes,
             agents: BTreeMap::new(),
-            addresses: [SocketAddr::from(([127, 0, 0, 1], 0)); 3],
-            timing,
+            net: plan.net,
+            addresses: [local(first), local(first + 1), agents],
+            timing: plan.timing,
             declared: "models: []".to_owned(),
         };
         fleet.declare("models: []");
         fleet.start_server();
-        for node in NODES {
-            fleet.configure_agent(node, program);
+        for node in plan.nodes {
+            fleet.configure_agent(node, &plan.program);
+            if plan.has_gpus {
+                stand_in::gpus(&fleet.bin(node), fleet.host(node));
+            }
             fleet.start_agent(node);
         }
-        fleet.until("both nodes are ready", |fleet| {
-            NODES.iter().all(|node| fleet.node_state(node) == "ready")
+        fleet.until("all nodes are ready", |fleet| {
+            let mut nodes = fleet.nodes.iter();
+            nodes.all(|node| fleet.node_state(node) == "ready")
         });
         fleet
     }
 
     /// With this many replicas of the model `fake`, ready.
     pub fn with_replicas(timing: &'static str, count: usize) -> Fleet {
-        let mut fleet = Fleet::start(timing, &Program::Fake);
+        let mut fleet = Fleet::start(timing, Program::Fake);
         fleet.declare(&models(&[("fake", count)]));
         fleet.ready(count);
         fleet
@@ -124,8 +161,13 @@ impl Fleet {
 
     fn write_config(&self) {
         let state = self.dir.join("server");
+        let plaintext = if self.net.is_some() {
+            ", allow_plaintext: true"
+        } else {
+            ""
+        };
         let text = format!(
-            "state: {state:?}\nagents: {{{}}}\n{}\n",
+            "state: {state:?}\nagents: {{{}{plaintext}}}\n{}\n",
             self.timing, self.declared
         );
         self.write("llmgw.yaml", &text);
@@ -144,20 +186,19 @@ impl Fleet {
     }
 
     fn configure_agent(&self, node: &str, program: &Program) {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(31);
-        let first = PORTS_FIRST + number % (PORTS / NODE_PORTS) * NODE_PORTS;
+        let first = free_ports(NODE_PORTS);
         let last = first + NODE_PORTS - 1;
-        let executable = self.dir.join(format!("llama-server-{node}"));
-        fs::write(&executable, script(program, node, &self.dir)).unwrap();
-        fs::set_permissions(&executable, fs::Permissions::from_mode(0o755)).unwrap();
-        let mut config = format!(
-            "ports: {first}-{last}\nengines: {{llamacpp: {{commands: {{llama-server: {executable:?}}}}}}}\n"
-        );
+        let engines = stand_in::engines(&self.dir, node, program);
+        let mut config = format!("ports: {first}-{last}\nengines:\n{engines}");
         if let Program::Real(path) = program {
             let _ = writeln!(config, "models_dir: {:?}", path.parent().unwrap());
         }
         fs::write(self.dir.join(format!("{node}.yaml")), config).unwrap();
+    }
+
+    /// Programs of a node that come before those of this machine.
+    fn bin(&self, node: &str) -> PathBuf {
+        self.dir.join(format!("bin-{node}"))
     }
 
     // Processes.
@@ -171,26 +212,27 @@ impl Fleet {
             command.arg(flag).arg(address.to_string());
         }
         command.arg("--policies").arg(self.dir.join("policies"));
-        self.server = Some(command.stderr(self.log("server")).spawn().unwrap());
-        let marks = ["clients on ", "admin on ", "for agents on "];
-        for (at, mark) in marks.iter().enumerate() {
+        command.stderr(self.log("server"));
+        self.server = Some(self.on_server(|| command.spawn()).unwrap());
+        for mark in ["clients on ", "admin on ", "for agents on "] {
             self.until(mark, |fleet| fleet.said("server").contains(mark));
-            self.addresses[at] = address_after(&self.said("server"), mark);
         }
     }
 
     pub fn start_agent(&mut self, node: &'static str) {
         let url = format!("http://{}", self.addresses[2]);
-        let child = llmgw()
+        let path = std::env::var("PATH").unwrap_or_default();
+        let mut command = llmgw();
+        command
             .args(["agent", "--node", node, "--server", &url])
             .arg("--config")
             .arg(self.dir.join(format!("{node}.yaml")))
             .arg("--state")
             .arg(self.dir.join(node))
             .arg("--stop-engines")
-            .stderr(self.log(node))
-            .spawn()
-            .unwrap();
+            .env("PATH", format!("{}:{path}", self.bin(node).display()))
+            .stderr(self.log(node));
+        let child = self.on_node(node, || command.spawn()).unwrap();
         self.agents.insert(node, child);
     }
 
@@ -209,23 +251,25 @@ impl Fleet {
     /// A new file each time: what an earlier process said is no word of this one.
     fn log(&self, name: &str) -> File {
         let log = self.dir.join(format!("{name}.log"));
-        let _ = fs::rename(&log, self.dir.join(format!("{name}.log.before")));
+        let before = |number: &usize| self.dir.join(format!("{name}.log.{number}"));
+        let number = (1..).find(|number| !before(number).exists()).unwrap();
+        let _ = fs::rename(&log, before(&number));
         File::create(log).unwrap()
     }
 
-    fn said(&self, name: &str) -> String {
+    pub fn said(&self, name: &str) -> String {
         fs::read_to_string(self.dir.join(format!("{name}.log"))).unwrap_or_default()
     }
 
     /// `llmgw ctl` with these words, running.
     pub fn ctl_begin(&self, words: &[&str]) -> Child {
-        llmgw()
+        let mut command = llmgw();
+        command
             .args(["ctl", "--admin", &format!("http://{}", self.addresses[1])])
             .args(words)
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
+            .stderr(Stdio::piped());
+        self.on_server(|| command.spawn()).unwrap()
     }
 
     /// Its output, to the end.
@@ -240,12 +284,45 @@ impl Fleet {
         String::from_utf8(output.stdout).unwrap()
     }
 
+    // Hosts.
+
+    /// Does something on the host of the server, and of its clients.
+    pub fn on_server<T: Send>(&self, what: impl FnOnce() -> T + Send) -> T {
+        self.on(SERVER, what)
+    }
+
+    /// Does something on the host of a node.
+    pub fn on_node<T: Send>(&self, node: &str, what: impl FnOnce() -> T + Send) -> T {
+        self.on(self.host(node), what)
+    }
+
+    fn on<T: Send>(&self, host: usize, what: impl FnOnce() -> T + Send) -> T {
+        match &self.net {
+            Some(net) => net.on(host, what),
+            None => what(),
+        }
+    }
+
+    /// The number of a node's host.
+    pub fn host(&self, node: &str) -> usize {
+        let position = self.nodes.iter().position(|name| *name == node);
+        SERVER + 1 + position.unwrap()
+    }
+
     // What there is.
 
     pub fn admin_get(&self, path: &str) -> Value {
-        let mut client = Client::new(self.addresses[1]);
-        client.request("GET", path, &[], b"");
-        client.answer().json()
+        self.admin("GET", path).json()
+    }
+
+    pub fn metrics(&self) -> String {
+        self.admin("GET", "/metrics").text()
+    }
+
+    fn admin(&self, method: &str, path: &str) -> Answer {
+        let mut client = self.on_server(|| Client::new(self.addresses[1]));
+        client.request(method, path, &[], b"");
+        client.answer()
     }
 
     /// Empty: the server does not know it.
@@ -272,7 +349,7 @@ impl Fleet {
     pub fn spread(&self) -> Vec<usize> {
         let replicas = self.replicas();
         let on = |node: &&str| replicas.iter().filter(|row| row.node == **node).count();
-        NODES.iter().map(on).collect()
+        self.nodes.iter().map(on).collect()
     }
 
     /// Every engine that was ever started, in that order.
@@ -284,6 +361,7 @@ impl Fleet {
                 pid: words.next()?.parse().ok()?,
                 node: words.next()?,
                 address: words.next()?,
+                shard: words.next()?,
             })
         };
         starts.lines().filter_map(engine).collect()
@@ -329,7 +407,7 @@ impl Fleet {
     /// What everybody did, for a test that fails.
     pub fn story(&self) -> String {
         let mut story = format!("engines {:#?}\n", self.starts());
-        for name in ["server", "n1", "n2"] {
+        for name in ["server"].iter().chain(self.nodes) {
             let _ = write!(story, "\n{name}:\n{}", self.said(name));
         }
         story
@@ -368,7 +446,7 @@ impl Fleet {
 
     /// Sends a chat; the answer is still to be read.
     pub fn ask(&self, body: &str, fake: &str) -> Client {
-        let mut client = Client::new(self.addresses[0]);
+        let mut client = self.on_server(|| Client::new(self.addresses[0]));
         client.post("/v1/chat/completions", body, fake);
         client
     }
@@ -431,23 +509,19 @@ pub fn models(models: &[(&str, usize)]) -> String {
     yaml
 }
 
-/// The program keeps the script's pid.
-fn script(program: &Program, node: &str, dir: &Path) -> String {
-    let starts = dir.join("starts");
-    let run = match program {
-        Program::Fake => {
-            let fake = Path::new(env!("CARGO_BIN_EXE_llmgw")).with_file_name("fake-engine");
-            format!(
-                "exec {fake:?} --kind llamacpp --model \"$name\" --listen \"$host:$port\" --slots \"$slots\" --api-key \"$LLAMA_API_KEY\""
-            )
+/// The first of so many ports in a row, free a moment ago and not given to anybody else here.
+fn free_ports(count: u16) -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    for _ in 0..PORTS / u32::from(NODE_PORTS) {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(31);
+        let row = number % (PORTS / u32::from(NODE_PORTS));
+        let first = PORTS_FIRST + u16::try_from(row).unwrap() * NODE_PORTS;
+        let mut ports = first..first + count;
+        if ports.all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()) {
+            return first;
         }
-        Program::Real(path) => format!("exec {path:?} \"$@\""),
-    };
-    format!(
-        "#!/bin/sh\nfor argument in \"$@\"; do\n  case \"$before\" in\n    --alias) name=$argument ;;\n    \
-         --host) host=$argument ;;\n    --port) port=$argument ;;\n    --parallel) slots=$argument ;;\n  esac\n  \
-         before=$argument\ndone\necho \"$$ {node} $host:$port\" >> {starts:?}\n{run}\n"
-    )
+    }
+    panic!("no ports are free");
 }
 
 fn llmgw() -> Command {
@@ -477,15 +551,6 @@ pub fn is_alive(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let after_name = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
     !after_name.is_empty() && !after_name.starts_with(['Z', 'X'])
-}
-
-/// The address of the URL that follows `mark`.
-fn address_after(text: &str, mark: &str) -> SocketAddr {
-    let (_, rest) = text.split_once(mark).unwrap();
-    let (_, address) = rest.split_once("://").unwrap();
-    let is_part = |c: char| c.is_ascii_digit() || c == '.' || c == ':';
-    let end = address.find(|c| !is_part(c)).unwrap_or(address.len());
-    address[..end].trim_end_matches(':').parse().unwrap()
 }
 
 fn text(value: &Value) -> String {
