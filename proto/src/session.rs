@@ -12,10 +12,18 @@ use crate::shard::{LogLine, ShardSpec, ShardStatus};
 
 /// Shards of one node. More are not registered, and no more are started.
 pub const SHARDS_MAX: usize = 512;
+/// A node's id is a name in certificates, whose common names are not longer, and in commands.
+pub const NODE_ID_MAX_BYTES: usize = 64;
 
 /// A session's number, given by the server. Of two of one server the later one is the greater.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId(pub u64);
+
+/// Whether a text may be the id of a node: letters, digits, `.`, `_` and `-`, at most [`NODE_ID_MAX_BYTES`].
+pub fn is_node_id(text: &str) -> bool {
+    let good = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    !text.is_empty() && text.len() <= NODE_ID_MAX_BYTES && text.chars().all(good)
+}
 
 /// What goes up.
 #[derive(Clone, Debug, PartialEq)]

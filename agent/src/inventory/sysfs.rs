@@ -5,8 +5,7 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use llmgw_proto::inventory::Reading;
-
-use crate::regular;
+use llmgw_proto::regular;
 
 /// What sysfs gives for one attribute: a page.
 pub const VALUE_MAX_BYTES: u64 = 4 * 1024;

@@ -9,11 +9,11 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use llmgw_proto::regular;
 use llmgw_proto::shard::{ApiKey, ShardSpec};
 use serde::{Deserialize, Serialize};
 
 use crate::process_id::ProcessId;
-use crate::regular;
 
 /// The form of the file. Another one is set aside.
 const VERSION: u32 = 1;

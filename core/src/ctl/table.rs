@@ -1,6 +1,6 @@
 //! Plain tables: columns as wide as they must be, two spaces between, no rule and no colour.
 
-use crate::telemetry::escape::hides;
+pub use llmgw_proto::text::plain;
 
 /// Shown for what is not known.
 pub const UNKNOWN: &str = "-";
@@ -28,13 +28,6 @@ pub fn table<const N: usize>(headings: [&str; N], rows: &[[String; N]]) -> Strin
         text.push('\n');
     }
     text
-}
-
-/// A string from elsewhere on one line of a terminal: what could break or fake it becomes `?`.
-pub fn plain(text: &str) -> String {
-    text.chars()
-        .map(|c| if hides(c) { '?' } else { c })
-        .collect()
 }
 
 /// A duration in its two largest units: `3h12m`, `45s`, `250ms`.

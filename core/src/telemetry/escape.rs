@@ -2,6 +2,8 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use llmgw_proto::text::hides;
+
 /// Longest string from outside that a line carries; more is cut and marked with `…`.
 pub const FIELD_MAX_BYTES: usize = 256;
 
@@ -137,12 +139,6 @@ fn push_escaped(out: &mut Vec<u8>, c: char) {
         }
         c => out.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes()),
     }
-}
-
-/// Whether `c` can break a line, or make a terminal show something other than what is there.
-pub fn hides(c: char) -> bool {
-    c.is_control()
-        || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 fn is_plain(byte: u8) -> bool {
