@@ -1,11 +1,14 @@
-//! Who may speak: certificates as both sides read them, and the files that hold them.
+//! Who may speak: certificates as both sides read them, the files that hold them, and requests to sign a key.
 
 pub mod certificate;
 pub mod files;
 pub mod host;
 pub mod moment;
+pub mod placing;
+pub mod request;
 
 pub use certificate::{Certificate, Fingerprint, NoCertificate, Serial, Usages};
 pub use files::{Authorities, FileProblem, Identity};
 pub use host::Host;
 pub use moment::Moment;
+pub use request::{KeyAndRequest, RequestedKey};

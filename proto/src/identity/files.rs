@@ -77,12 +77,15 @@ pub enum FileFault {
     NoAuthority(Box<Certificate>),
     /// A `ca` file with a private key in it.
     KeyAmongAuthorities,
+    /// A new file is to be where one is.
+    Exists,
+    NotWritten(io::Error),
 }
 
 impl Identity {
     /// Reads both files and checks that they belong together, and that the key is its owner's alone.
     pub fn load(certificate: &Path, key: &Path) -> Result<Identity, FileProblem> {
-        let chain = Pem::read(certificate)?.certificates()?;
+        let chain = read_certificates(certificate)?;
         let private = read_key(key)?;
         let in_certificate = |fault| FileProblem::new(certificate, fault);
         let leaf = read_certificate(&chain[0]).map_err(in_certificate)?;
@@ -135,6 +138,11 @@ impl Authorities {
         }
         Ok(Authorities { certificates, der })
     }
+}
+
+/// Reads the certificates of a file, at least one.
+pub fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileProblem> {
+    Pem::read(path)?.certificates()
 }
 
 /// Reads a private key that nobody but its owner gets at.
@@ -345,6 +353,10 @@ impl fmt::Display for FileFault {
             FileFault::KeyAmongAuthorities => f.write_str(
                 "it holds a private key beside the authority's certificate; an authority's key stays on one machine, leave only the certificate",
             ),
+            FileFault::Exists => f.write_str(
+                "it exists already and is not overwritten; move it away, or write to another directory",
+            ),
+            FileFault::NotWritten(error) => write!(f, "it cannot be written: {error}"),
         }
     }
 }
@@ -352,7 +364,7 @@ impl fmt::Display for FileFault {
 impl std::error::Error for FileProblem {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match &self.fault {
-            FileFault::Io(error) => Some(error),
+            FileFault::Io(error) | FileFault::NotWritten(error) => Some(error),
             FileFault::BadCertificate(error) => Some(error),
             _ => None,
         }
