@@ -1,11 +1,18 @@
 //! Who may speak: certificates as both sides read them, the files that hold them, and requests to sign a key.
 
 pub mod certificate;
+pub mod dialling;
 pub mod files;
 pub mod host;
+pub mod listening;
 pub mod moment;
+pub mod opening;
 pub mod placing;
+pub mod problem;
 pub mod request;
+#[cfg(test)]
+mod testing;
+pub mod verdict;
 
 pub use certificate::{Certificate, Fingerprint, NoCertificate, Serial, Usages};
 pub use files::{Authorities, FileProblem, Identity};

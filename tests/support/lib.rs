@@ -1,7 +1,9 @@
 //! A fake inference engine that speaks as vLLM, SGLang, llama.cpp or a hosted OpenAI server, and misbehaves on request.
 //!
 //! Within a test: [`start`]. As a child process that can be killed, stopped and left with orphans: [`process::Process`].
+//! Beside it, certificates for tests of who may speak: [`authority`].
 
+pub mod authority;
 mod engine;
 pub mod process;
 
