@@ -3,6 +3,7 @@
 //! Data goes to stdout, messages to stderr. Exit status: 0 done, 1 the thing asked for failed, 2 usage,
 //! 3 the server could not be reached or refused.
 
+mod cert;
 mod client;
 mod fleet;
 mod key;
@@ -18,6 +19,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::Value;
 
+pub use cert::CertCommand;
 use client::{Admin, ClientError};
 pub use fleet::FleetCommand;
 pub use policies::PoliciesCommand;
@@ -101,6 +103,11 @@ pub enum CtlCommand {
         #[command(subcommand)]
         command: KeyCommand,
     },
+    /// Certificates that servers and agents show each other. The server is not asked.
+    Cert {
+        #[command(subcommand)]
+        command: CertCommand,
+    },
 }
 
 /// What can be done with keys.
@@ -122,6 +129,7 @@ pub enum KeyCommand {
 enum CtlError {
     Client(ClientError),
     Key(key::KeyError),
+    Cert(cert::CertError),
     /// The server did not do it, and said why.
     Failed(String),
     Output(std::io::Error),
@@ -132,7 +140,7 @@ impl CtlError {
         match self {
             CtlError::Client(error) => error.exit_status(),
             CtlError::Key(error) => error.exit_status(),
-            CtlError::Failed(_) | CtlError::Output(_) => 1,
+            CtlError::Cert(_) | CtlError::Failed(_) | CtlError::Output(_) => 1,
         }
     }
 }
@@ -142,6 +150,7 @@ impl fmt::Display for CtlError {
         match self {
             CtlError::Client(error) => error.fmt(f),
             CtlError::Key(error) => error.fmt(f),
+            CtlError::Cert(error) => error.fmt(f),
             CtlError::Failed(reason) => f.write_str(reason),
             CtlError::Output(error) => write!(f, "could not write the output: {error}"),
         }
@@ -195,6 +204,7 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
         CtlCommand::Key {
             command: KeyCommand::New { tenant, expires },
         } => return new_key(tenant, expires.as_deref(), args.format, out),
+        CtlCommand::Cert { command } => return cert::run(command, args.format, out),
         CtlCommand::Reload { confirm } => return reload(args, *confirm, out).await,
         CtlCommand::Policies {
             change: Some(change),
