@@ -1,5 +1,7 @@
 //! What holds for any input of the parsers of `/sys`, `/proc` and agent.yaml: for the fuzz targets in `agent/fuzz`, and for
-//! the recordings in the tests. Those of the GPUs are in `inventory/gpu/fuzzed.rs`.
+//! the recordings in the tests. Those of the GPUs are in `inventory/gpu/fuzzed.rs`, those of who may speak in `fuzzed/identity.rs`.
+
+pub mod identity;
 
 use std::collections::BTreeSet;
 use std::path::Path;
