@@ -15,6 +15,7 @@ use std::time::Duration;
 use foldhash::{HashMap, HashMapExt};
 use llmgw_plugins::MetricOverride;
 use llmgw_proto::document::{Kind, problem, read, suggest, yaml};
+use llmgw_proto::identity::Serial;
 use sha2::{Digest, Sha256};
 
 mod check;
@@ -112,8 +113,8 @@ pub struct Agents {
     pub require_identity: bool,
     /// Plaintext beyond loopback. Default false.
     pub allow_plaintext: bool,
-    /// Serial numbers of revoked certificates: lower-case hex without separators and leading zeros.
-    pub deny_serials: Vec<String>,
+    /// Serial numbers of revoked certificates.
+    pub deny_serials: Vec<Serial>,
     /// How often an agent reports; dead after three. Default 5 s.
     pub heartbeat: Duration,
     /// How long a node stays unreachable before it counts as lost. Default 60 s.

@@ -8,7 +8,7 @@ pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
         config
             .agents
             .as_ref()
-            .map(|agents| (agents.address, agents.tls.clone()))
+            .map(|agents| (agents.address, agents.tls.clone(), agents.require_identity))
     };
     let differs = [
         ("listen", old.listen.address != new.listen.address),
@@ -17,11 +17,16 @@ pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
         ("admin.tls", old.admin.tls != new.admin.tls),
         (
             "agents.listen",
-            agents(old).map(|(address, _)| address) != agents(new).map(|(address, _)| address),
+            agents(old).map(|(address, ..)| address) != agents(new).map(|(address, ..)| address),
         ),
         (
             "agents.tls",
-            agents(old).and_then(|(_, tls)| tls) != agents(new).and_then(|(_, tls)| tls),
+            agents(old).and_then(|(_, tls, _)| tls) != agents(new).and_then(|(_, tls, _)| tls),
+        ),
+        (
+            "agents.require_identity",
+            agents(old).map(|(_, _, required)| required)
+                != agents(new).map(|(_, _, required)| required),
         ),
         ("policies", old.policies != new.policies),
         ("state", old.state != new.state),
@@ -49,13 +54,6 @@ pub fn not_yet_enforced(config: &Config) -> Vec<String> {
             "`profiles` are not started without `agents`, where nodes connect (models: {})",
             profiles.join(", ")
         ));
-    }
-    if config
-        .agents
-        .as_ref()
-        .is_some_and(|agents| agents.tls.is_some())
-    {
-        said.push("`agents.tls` is not served yet: no agent can connect".to_owned());
     }
     said
 }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use llmgw_proto::identity::{Moment, Serial};
 use llmgw_proto::inventory::Inventory;
 use llmgw_proto::session::{
     Goodbye, Heartbeat, PortRange, Refusal, Register, ServerMessage, SessionId, ShardReport,
@@ -47,6 +48,8 @@ pub struct ObservedNode {
     pub last_heard_ms: u64,
     /// An operator takes it out of use. Kept by the agent; also true while it is unreachable.
     pub draining: bool,
+    /// What its session showed. None: it is not connected by TLS, or was not asked.
+    pub certificate: Option<NodeCertificate>,
     pub agent_version: String,
     /// The run of the agent and the boot of the machine that spoke last.
     pub run: String,
@@ -63,6 +66,15 @@ pub struct ObservedNode {
     pub inventory: Result<Arc<Inventory>, String>,
     /// What it runs and what failed, by shard id. A shard that stopped is not here any more.
     pub shards: BTreeMap<String, ObservedShard>,
+}
+
+/// The certificate that a node speaks with, or spoke with last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeCertificate {
+    /// Its common name.
+    pub name: String,
+    pub serial: Serial,
+    pub not_after: Moment,
 }
 
 /// A shard, as reported.
@@ -118,6 +130,7 @@ pub enum NodeEvent {
     Registered {
         session: SessionId,
         register: Box<Register>,
+        certificate: Option<NodeCertificate>,
     },
     Heartbeat {
         node: String,

@@ -82,6 +82,14 @@ struct Node {
     memory_gib: f64,
     memory_gib_free: f64,
     replicas: Vec<String>,
+    certificate: Option<Certificate>,
+}
+
+/// What `ctl` reads of a node's certificate.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Certificate {
+    days_left: i64,
 }
 
 /// What `ctl` reads of a replica that the server started.
@@ -237,7 +245,7 @@ pub(super) fn started_table(replicas: Vec<Value>) -> Result<String, CtlError> {
 }
 
 fn node_table(nodes: &[Node]) -> String {
-    let rows: Vec<[String; 7]> = nodes
+    let rows: Vec<[String; 8]> = nodes
         .iter()
         .map(|node| {
             let gpus = match &node.gpu_class {
@@ -251,6 +259,7 @@ fn node_table(nodes: &[Node]) -> String {
                 format!("{}/{}", node.cpus_free, node.cpus),
                 format!("{:.0}/{:.0}", node.memory_gib_free, node.memory_gib),
                 node.replicas.len().to_string(),
+                node.certificate.as_ref().map_or(UNKNOWN.to_owned(), lasts),
                 node.reason.clone(),
             ]
         })
@@ -262,9 +271,17 @@ fn node_table(nodes: &[Node]) -> String {
         "CPUS FREE",
         "GIB FREE",
         "REPLICAS",
+        "CERT",
         "WHY",
     ];
     table(head, &rows)
+}
+
+fn lasts(certificate: &Certificate) -> String {
+    match certificate.days_left {
+        ..0 => "expired".to_owned(),
+        days => format!("in {days} d"),
+    }
 }
 
 /// Orders the drain, then waits until the node is empty; what it waits for is told as it changes.

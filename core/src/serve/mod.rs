@@ -1,5 +1,6 @@
 //! `llmgw server`: reads the configuration, opens the addresses, serves until it is told to stop.
 
+mod agents;
 mod fleet;
 pub mod reload;
 pub mod report;
@@ -24,8 +25,7 @@ use self::reload::Reloads;
 use self::signals::Signals;
 use crate::admin::{self, Admin};
 use crate::config::{self, Config, TlsFiles};
-use crate::control::observed::Timing;
-use crate::control::sessions::{Door, Sessions, SessionsOptions};
+use crate::control::sessions::Door;
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
 use crate::gateway::tls;
@@ -98,6 +98,7 @@ struct Checked {
     policies: Arc<Policies>,
     client_tls: Option<TlsAcceptor>,
     admin_tls: Option<TlsAcceptor>,
+    agents_door: Door,
 }
 
 impl Checked {
@@ -149,13 +150,15 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         config,
         policies,
         admin_tls,
+        agents_door,
         ..
     } = checked;
     for said in remarks(&config) {
         tracing::warn!("{said}");
     }
     let token = config.admin.token.clone();
-    let sessions = agents.map(|listener| start_sessions(listener, &config));
+    let agents_tls = matches!(agents_door, Door::Tls(_));
+    let sessions = agents.map(|listener| agents::start(listener, &config, agents_door));
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
     let fleet = sessions.map(|sessions| Fleet::over(sessions, &gateway));
@@ -191,7 +194,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         stop.admin.clone(),
     ));
     if let Some(agents) = addresses.agents {
-        tracing::info!("waiting for agents on http://{agents}");
+        tracing::info!("waiting for agents on {}://{agents}", scheme(agents_tls));
     }
     tracing::info!(
         "serving clients on {}://{}, admin on {}://{}",
@@ -272,18 +275,6 @@ async fn drain(
     done
 }
 
-fn start_sessions(listener: TcpListener, config: &Config) -> Arc<Sessions> {
-    let agents = config.agents.clone().unwrap_or_default();
-    let options = SessionsOptions::new(Timing::from(&agents), agents.require_identity);
-    let address = listener.local_addr().unwrap_or(agents.address);
-    if !address.ip().is_loopback() {
-        tracing::warn!(
-            "agents connect to {address} without TLS: anybody on the way can be one, and read the engines' keys"
-        );
-    }
-    Sessions::start(listener, Door::Plain, options)
-}
-
 fn read_config(options: &ServerOptions) -> Result<Config, ServerError> {
     let config = config::load(&options.config)
         .map_err(|errors| ServerError::Configuration(errors.to_string()))?;
@@ -362,6 +353,7 @@ fn check(options: &ServerOptions) -> Result<Checked, ServerError> {
     Ok(Checked {
         client_tls: acceptor(config.listen.tls.as_ref())?,
         admin_tls: acceptor(config.admin.tls.as_ref())?,
+        agents_door: agents::door(&config).map_err(ServerError::Configuration)?,
         config,
         policies,
     })
@@ -378,8 +370,7 @@ fn bind_all(checked: &Checked) -> Result<Bound, ServerError> {
     let config = &checked.config;
     let clients = bind(config.listen.address, "listen")?;
     let admin = bind(config.admin.address, "admin")?;
-    // Not in plaintext where TLS is asked for.
-    let agents = config.agents.as_ref().filter(|agents| agents.tls.is_none());
+    let agents = config.agents.as_ref();
     let agents = agents
         .map(|agents| bind(agents.address, "agents.listen"))
         .transpose()?;

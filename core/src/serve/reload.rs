@@ -178,6 +178,8 @@ impl Reloads {
         let models = config.catalog.models.len();
         if let (Some(fleet), Some(agents)) = (&self.fleet, &config.agents) {
             fleet.sessions.set_timing(Timing::from(agents));
+            let denied = agents.deny_serials.iter().cloned();
+            fleet.sessions.deny(denied.collect());
         }
         self.gateway.apply(config);
         if let Some(fleet) = &self.fleet {

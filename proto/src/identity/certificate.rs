@@ -12,7 +12,7 @@ use x509_parser::prelude::FromDer;
 use x509_parser::x509::X509Name;
 
 use super::host::Host;
-use super::moment::{DAY_SECONDS, Moment};
+use super::moment::Moment;
 use crate::hex::hex;
 use crate::text::plain;
 
@@ -128,10 +128,7 @@ impl Certificate {
 
     /// Whole days until it ends, negative once it has.
     pub fn days_left(&self, now: Moment) -> i64 {
-        self.not_after
-            .0
-            .saturating_sub(now.0)
-            .div_euclid(DAY_SECONDS)
+        self.not_after.days_from(now)
     }
 
     pub fn validity(&self, now: Moment) -> Validity {

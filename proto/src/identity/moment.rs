@@ -7,6 +7,8 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 pub const DAY_SECONDS: i64 = 86_400;
+/// From so many days before its end on, a certificate is warned about.
+pub const EXPIRY_WARNED_DAYS: i64 = 30;
 
 /// Seconds since 1970, UTC. Written as `2026-12-31T18:30:00Z`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -16,6 +18,11 @@ impl Moment {
     pub fn now() -> Moment {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         Moment(i64::try_from(since.unwrap_or_default().as_secs()).unwrap_or(i64::MAX))
+    }
+
+    /// Whole days from then until this, negative where it is earlier.
+    pub fn days_from(self, then: Moment) -> i64 {
+        self.0.saturating_sub(then.0).div_euclid(DAY_SECONDS)
     }
 
     /// So many seconds later, or earlier where they are negative.

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use llmgw_proto::identity::Serial;
+
 use crate::config::problem::Place;
 use crate::config::read::{Field, Fields, Report};
 use crate::config::yaml::Node;
@@ -194,17 +196,19 @@ impl Decode<'_, '_, '_> {
     }
 
     /// As `openssl x509 -serial` and `ctl cert show` print it, with or without colons.
-    fn serial(&mut self, field: &Field<'_>) -> String {
-        let text = self.report.text(field).unwrap_or_default();
-        let hex = text.replace(':', "").to_ascii_lowercase();
-        if !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+    fn serial(&mut self, field: &Field<'_>) -> Serial {
+        let none = Serial::from_bytes(&[]);
+        let Some(text) = self.report.text(field) else {
+            return none;
+        };
+        text.parse().unwrap_or_else(|_| {
             self.report.add(
                 &field.place,
                 format!("`{text}` is not a serial number"),
                 "write hex digits, e.g. `\"0a:1b:2c\"`",
             );
-        }
-        hex.trim_start_matches('0').to_owned()
+            none
+        })
     }
 
     fn limits(&mut self, field: &Field<'_>) -> Limits {

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
+use llmgw_proto::identity::Moment;
+use llmgw_proto::identity::moment::EXPIRY_WARNED_DAYS;
 use llmgw_proto::shard::LogLine;
 use serde::Serialize;
 
@@ -13,7 +15,7 @@ use crate::config::{Catalog, UtcTime, suggestion};
 use crate::control::explain::{Explanation, explain};
 use crate::control::launch;
 use crate::control::memory::NodeOrder;
-use crate::control::observed::ObservedNode;
+use crate::control::observed::{NodeCertificate, ObservedNode};
 use crate::control::placement::{JobSpec, place};
 use crate::control::reconcile::{Missing, Place, Why};
 use crate::control::replicas::{Replica, numbers_taken};
@@ -53,6 +55,19 @@ pub struct NodeReport {
     pub memory_gib_free: f64,
     pub replicas: Vec<String>,
     pub last_heard_ms_ago: u64,
+    /// What it speaks with; none without TLS.
+    pub certificate: Option<CertificateReport>,
+}
+
+/// A node's certificate, for people and tools.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CertificateReport {
+    pub name: String,
+    pub serial: String,
+    /// As `2026-12-31T18:30:00Z`.
+    pub not_after: String,
+    /// Whole days by the server's clock, negative once it is over.
+    pub days_left: i64,
 }
 
 /// A replica that the server started, for people and tools.
@@ -329,14 +344,19 @@ fn node_report(
         .iter()
         .filter(|replica| replica.key.node == id)
         .collect();
+    let certificate = seen.certificate.as_ref().map(CertificateReport::of);
     let is_draining = node.state == NodeState::Draining;
-    let reason = match (&seen.absence, &node.problem) {
+    let mut reason = match (&seen.absence, &node.problem) {
         (Some(absence), _) => absence.cause.to_string(),
         (None, Some(problem)) => problem.clone(),
         (None, None) if is_draining && mine.is_empty() => "it is empty".to_owned(),
         (None, None) if is_draining => drain_reason(&mine, state),
         (None, None) => String::new(),
     };
+    if let Some(soon) = certificate.as_ref().and_then(CertificateReport::soon) {
+        let gap = if reason.is_empty() { "" } else { "; " };
+        reason = format!("{reason}{gap}{soon}");
+    }
     NodeReport {
         id: id.to_owned(),
         state: node.state.as_str(),
@@ -357,6 +377,32 @@ fn node_report(
             .map(|replica| replica.spec.replica.clone())
             .collect(),
         last_heard_ms_ago: view.observed.now_ms.saturating_sub(seen.last_heard_ms),
+        certificate,
+    }
+}
+
+impl CertificateReport {
+    fn of(certificate: &NodeCertificate) -> CertificateReport {
+        CertificateReport {
+            name: certificate.name.clone(),
+            serial: certificate.serial.to_string(),
+            not_after: certificate.not_after.to_string(),
+            days_left: certificate.not_after.days_from(Moment::now()),
+        }
+    }
+
+    /// What is said of it while there is time, and when there is none.
+    fn soon(&self) -> Option<String> {
+        let (days, end) = (self.days_left, &self.not_after);
+        match days {
+            ..0 => Some(format!(
+                "its certificate expired at {end}: it is not let in again without a new one"
+            )),
+            0..EXPIRY_WARNED_DAYS => Some(format!(
+                "its certificate expires in {days} d, at {end}: `llmgw ctl cert renew` makes it last longer"
+            )),
+            _ => None,
+        }
     }
 }
 

@@ -11,8 +11,8 @@ use llmgw_proto::session::{
 use llmgw_proto::shard::ShardState;
 
 use super::{
-    Absence, Cause, Change, Ignored, NODE_SHARDS_MAX, NodeEvent, Observed, ObservedNode,
-    ObservedShard, Timing,
+    Absence, Cause, Change, Ignored, NODE_SHARDS_MAX, NodeCertificate, NodeEvent, Observed,
+    ObservedNode, ObservedShard, Timing,
 };
 use crate::control::snapshot::{NODES_MAX, NodeState};
 
@@ -53,7 +53,11 @@ impl NodeTable {
     pub fn apply(&mut self, event: NodeEvent, now_ms: u64) -> Vec<Change> {
         self.advance(now_ms);
         let changes = match event {
-            NodeEvent::Registered { session, register } => self.register(session, *register),
+            NodeEvent::Registered {
+                session,
+                register,
+                certificate,
+            } => self.register(session, *register, certificate),
             NodeEvent::Heartbeat {
                 node,
                 session,
@@ -97,7 +101,12 @@ impl NodeTable {
         found.is_some_and(|node| node.session == Some(session))
     }
 
-    fn register(&mut self, session: SessionId, register: Register) -> Vec<Change> {
+    fn register(
+        &mut self,
+        session: SessionId,
+        register: Register,
+        certificate: Option<NodeCertificate>,
+    ) -> Vec<Change> {
         let node = register.node.clone();
         let mut changes = Vec::new();
         if let Some(refusal) = self.refusal(session, &register) {
@@ -118,7 +127,10 @@ impl NodeTable {
                 refusal: refuse(RefusalCode::Superseded, message, &node),
             });
         }
-        let joined = registered(session, register, self.observed.now_ms);
+        let joined = ObservedNode {
+            certificate,
+            ..registered(session, register, self.observed.now_ms)
+        };
         let (from, to) = (before.as_ref().map(|node| node.state), joined.state);
         changes.push(Change::Joined {
             node: node.clone(),
@@ -327,6 +339,7 @@ fn registered(session: SessionId, register: Register, now_ms: u64) -> ObservedNo
         absence: None,
         last_heard_ms: now_ms,
         draining: register.draining,
+        certificate: None,
         agent_version: register.agent_version,
         run: register.run,
         machine: register.machine,

@@ -95,6 +95,7 @@ fn registered(register: Register, session: u64) -> NodeEvent {
     NodeEvent::Registered {
         session: SessionId(session),
         register: Box::new(register),
+        certificate: None,
     }
 }
 

@@ -1,5 +1,6 @@
 //! One agent's connection and the session on it, from the handshake to the last words.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::SessionsOptions;
-use super::door::{Door, Peer};
+use super::door::{Gate, NotThem, Peer};
 use super::keeper::Input;
 use super::seats::{OUTGOING_MAX, Seat, Seats};
 use super::tails::Tails;
@@ -31,7 +32,7 @@ const NODE_ID_MAX_BYTES: usize = 64;
 /// What all connections need.
 pub(super) struct Shared {
     pub(super) options: SessionsOptions,
-    pub(super) door: Door,
+    pub(super) gate: Arc<Gate>,
     pub(super) seats: Arc<Seats>,
     pub(super) tails: Arc<Tails>,
     pub(super) inputs: mpsc::Sender<Input>,
@@ -61,10 +62,16 @@ pub(super) async fn run(stream: TcpStream, address: SocketAddr, shared: Arc<Shar
 
 async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
     let patience = shared.options.patience;
-    let (socket, peer) = match timeout(patience, shared.door.admit(stream, address)).await {
+    let gate = shared.gate.clone();
+    let say = |kind: &'static str, what: fmt::Arguments<'_>| {
+        if let Some(unsaid) = gate.may_say(address, kind) {
+            tracing::info!("{address}: {what}{unsaid}");
+        }
+    };
+    let (socket, peer) = match timeout(patience, gate.admit(stream, address)).await {
         Ok(Ok(admitted)) => admitted,
-        Ok(Err(error)) => return tracing::info!("{address}: no handshake: {error}"),
-        Err(_) => return tracing::info!("{address}: no handshake within {patience:?}"),
+        Ok(Err(no)) => return say(no.kind, format_args!("no handshake: {no}")),
+        Err(_) => return say("late", format_args!("no handshake within {patience:?}")),
     };
     let keep_alive = shared.options.keep_alive;
     let connection = Arc::new(Connection {
@@ -80,12 +87,12 @@ async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
         ended = &mut serving => Some(ended),
         () = connection.over.cancelled() => None,
         () = silence(&connection.accepted, patience) => {
-            return tracing::info!("{address}: no agent registered within {patience:?}");
+            return say("silent", format_args!("no agent registered within {patience:?}"));
         }
     };
     match ended {
         Some(Ok(())) => {}
-        Some(Err(error)) => tracing::info!("{address}: the connection broke: {error}"),
+        Some(Err(error)) => say("broke", format_args!("the connection broke: {error}")),
         None => {
             let _ = timeout(LAST_WORDS_MAX, serving).await;
         }
@@ -141,7 +148,7 @@ impl Session {
         };
         let register = match self.registration(first) {
             Ok(register) => register,
-            Err(refusal) => return self.refuse(refusal),
+            Err(not) => return self.refuse(not),
         };
         let node = register.node.clone();
         let registers = Input::Registers {
@@ -149,9 +156,11 @@ impl Session {
             event: NodeEvent::Registered {
                 session: self.id,
                 register,
+                certificate: self.peer.node_certificate(),
             },
             seat: Seat {
                 node: node.clone(),
+                peer: self.peer.clone(),
                 outgoing: self.outgoing.clone(),
                 over: self.over.clone(),
             },
@@ -174,7 +183,7 @@ impl Session {
     }
 
     /// The first words, if they are what they have to be and come from whom they claim.
-    fn registration(&self, first: Heard<AgentMessage>) -> Result<Box<Register>, Refusal> {
+    fn registration(&self, first: Heard<AgentMessage>) -> Result<Box<Register>, NotThem> {
         let malformed = |message: String| self.malformed("", message);
         let register = match first {
             Heard::Message(Framed {
@@ -199,8 +208,7 @@ impl Session {
             );
             return Err(malformed(message));
         }
-        self.peer
-            .may_be(&register.node, self.shared.options.require_identity)?;
+        self.shared.gate.may_be(&self.peer, &register.node)?;
         Ok(register)
     }
 
@@ -209,8 +217,10 @@ impl Session {
         let mut has_skipped = false;
         loop {
             let next = tokio::select! {
-                next = heard.next() => next,
+                // Of a session that was ended nothing more is heard, whatever it has said already.
+                biased;
                 () = self.over.cancelled() => return "the server ended the session".to_owned(),
+                next = heard.next() => next,
             };
             let framed = match next {
                 Heard::Message(framed) => framed,
@@ -276,17 +286,23 @@ impl Session {
         }))
     }
 
-    fn malformed(&self, claimed: &str, message: String) -> Refusal {
-        Refusal {
-            code: RefusalCode::Malformed,
-            message,
-            certificate: self.peer.certificate.clone(),
-            claimed: claimed.to_owned(),
+    fn malformed(&self, claimed: &str, message: String) -> NotThem {
+        NotThem {
+            kind: "malformed",
+            refusal: Refusal {
+                code: RefusalCode::Malformed,
+                message,
+                certificate: self.peer.name(),
+                claimed: claimed.to_owned(),
+            },
         }
     }
 
-    fn refuse(&self, refusal: Refusal) {
-        tracing::warn!("{} was refused: {refusal}", self.peer.address);
+    fn refuse(&self, not: NotThem) {
+        let NotThem { kind, refusal } = not;
+        if let Some(unsaid) = self.shared.gate.may_say(self.peer.address, kind) {
+            tracing::warn!("{} was refused: {refusal}{unsaid}", self.peer);
+        }
         // Who does not read gets no last words either.
         let _ = self.outgoing.try_send(Framed {
             session: self.id,

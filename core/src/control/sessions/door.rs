@@ -1,25 +1,64 @@
-//! What an agent's connection goes through before a word is said: so far nothing, later TLS; and whether what it claims is true.
+//! The way in: what an agent's connection goes through before a word is said, and whether what it claims then is true.
+//!
+//! Whoever is not known for certain is refused: the one way past [`Gate::may_be`] with a certificate is one of our authority, for a client, that is
+//! not revoked, and whose common name is the node id that is claimed.
 
-use std::io;
+use std::collections::BTreeSet;
+use std::fmt;
 use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use llmgw_proto::identity::listening::{Accepted, AgentsTls, Showing};
+use llmgw_proto::identity::opening::{self, Opening};
+use llmgw_proto::identity::problem::{IdentityProblem, shown};
+use llmgw_proto::identity::verdict::Shown;
+use llmgw_proto::identity::{Certificate, Serial};
 use llmgw_proto::session::{Refusal, RefusalCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 
-/// The way in. The one place where a connection's identity comes from.
-#[derive(Clone, Debug)]
+use super::complaints::{Complaints, Unsaid};
+use crate::control::observed::NodeCertificate;
+
+/// How agents come in.
+#[derive(Clone)]
 pub enum Door {
     /// No TLS: for loopback, and where the operator said so.
     Plain,
+    Tls(Arc<AgentsTls>),
+}
+
+/// The door, and who is let through. The one place where a connection's identity comes from.
+pub(super) struct Gate {
+    door: Door,
+    /// Who shows no certificate is let through nowhere.
+    require_identity: bool,
+    /// Serial numbers of certificates that are worth nothing. Replaced by a reload.
+    denied: RwLock<BTreeSet<Serial>>,
+    complaints: Mutex<Complaints>,
 }
 
 /// Who is on the other side, as far as the connection itself tells.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Peer {
     pub address: SocketAddr,
-    /// The common name of its certificate.
-    pub certificate: Option<String>,
+    pub(super) showing: Arc<Showing>,
+}
+
+/// Why a connection gets no further than the door.
+#[derive(Debug)]
+pub(super) struct NoEntry {
+    /// One word for it, to tell repeated lines from each other.
+    pub(super) kind: &'static str,
+    why: String,
+}
+
+/// Why somebody is not who they claim to be.
+#[derive(Debug)]
+pub(super) struct NotThem {
+    pub(super) kind: &'static str,
+    pub(super) refusal: Refusal,
 }
 
 /// A socket, whatever it is made of.
@@ -27,51 +66,178 @@ pub(super) trait Socket: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Socket for S {}
 
-impl Door {
+impl Gate {
+    pub(super) fn new(door: Door, require_identity: bool, denied: BTreeSet<Serial>) -> Gate {
+        Gate {
+            door,
+            require_identity,
+            denied: RwLock::new(denied),
+            complaints: Mutex::default(),
+        }
+    }
+
     /// Does the handshake, if there is one. The caller limits how long it takes.
-    ///
-    /// # Errors
-    /// The handshake failed.
-    // It waits as soon as there is TLS.
-    #[allow(clippy::unused_async)]
     pub(super) async fn admit(
         &self,
         stream: TcpStream,
         address: SocketAddr,
-    ) -> io::Result<(Box<dyn Socket>, Peer)> {
+    ) -> Result<(Box<dyn Socket>, Peer), NoEntry> {
         // A command leaves when it is written.
         stream.set_nodelay(true)?;
-        match self {
+        match &self.door {
             Door::Plain => {
-                let peer = Peer {
-                    address,
-                    certificate: None,
-                };
-                Ok((Box::new(stream), peer))
+                match opening::peek(&stream).await? {
+                    Opening::Tls => {
+                        opening::deny_tls(stream).await;
+                        return Err(NoEntry::tls());
+                    }
+                    Opening::Nothing => return Err(NoEntry::nothing()),
+                    Opening::Http2 | Opening::Http1 | Opening::Other => {}
+                }
+                let showing = Arc::new(Showing::nothing());
+                Ok((Box::new(stream), Peer { address, showing }))
+            }
+            Door::Tls(tls) => {
+                let accepted = tls.accept(stream).await;
+                let Accepted { stream, showing } = accepted.map_err(|problem| NoEntry {
+                    kind: problem.kind(),
+                    why: problem.to_string(),
+                })?;
+                let showing = Arc::new(showing);
+                Ok((Box::new(stream), Peer { address, showing }))
             }
         }
+    }
+
+    /// Whether a peer may speak for the node that it claims to be, by the authorities and the list of revoked certificates of now.
+    ///
+    /// # Errors
+    /// What it showed and what it would have had to show.
+    pub(super) fn may_be(&self, peer: &Peer, claimed: &str) -> Result<(), NotThem> {
+        let shown = match &self.door {
+            Door::Plain => Shown::Nothing,
+            Door::Tls(tls) => tls.judge_again(&peer.showing),
+        };
+        let problem = match &shown {
+            Shown::Known(certificate) if self.is_denied(&certificate.serial) => {
+                IdentityProblem::Revoked(certificate)
+            }
+            Shown::Known(certificate) if certificate.common_name.as_deref() == Some(claimed) => {
+                return Ok(());
+            }
+            Shown::Known(certificate) => IdentityProblem::OtherName(certificate),
+            Shown::Refused { why, certificate } => IdentityProblem::Refused(certificate, why),
+            Shown::Nothing if self.require_identity => IdentityProblem::NothingShown,
+            Shown::Nothing => return Ok(()),
+        };
+        Err(NotThem {
+            kind: problem.kind(),
+            refusal: Refusal {
+                code: RefusalCode::Identity,
+                message: problem.sentence(claimed),
+                certificate: peer.name(),
+                claimed: claimed.to_owned(),
+            },
+        })
+    }
+
+    pub(super) fn deny(&self, serials: BTreeSet<Serial>) {
+        *self.denied.write().unwrap_or_else(PoisonError::into_inner) = serials;
+    }
+
+    fn is_denied(&self, serial: &Serial) -> bool {
+        self.denied
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .contains(serial)
+    }
+
+    /// Whether to write a line about trouble with a connection, and how many like it were not written.
+    pub(super) fn may_say(&self, address: SocketAddr, kind: &'static str) -> Option<Unsaid> {
+        self.complaints
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .note(address.ip(), kind, Instant::now())
     }
 }
 
 impl Peer {
-    /// Whether it may speak for the node that it claims to be.
-    ///
-    /// # Errors
-    /// What it showed and what it would have had to show.
-    pub(super) fn may_be(&self, claimed: &str, require_identity: bool) -> Result<(), Refusal> {
-        let message = match &self.certificate {
-            Some(name) if name == claimed => return Ok(()),
-            Some(name) => format!("the certificate is for `{name}`, not for `{claimed}`"),
-            None if require_identity => {
-                "no certificate was shown, and the server asks for one".to_owned()
-            }
-            None => return Ok(()),
-        };
-        Err(Refusal {
-            code: RefusalCode::Identity,
-            message,
-            certificate: self.certificate.clone(),
-            claimed: claimed.to_owned(),
+    fn certificate(&self) -> Option<&Certificate> {
+        self.showing.shown.certificate()
+    }
+
+    /// The name in its certificate, whatever that is worth.
+    pub(super) fn name(&self) -> Option<String> {
+        self.certificate()
+            .map(|certificate| shown(certificate.name()))
+    }
+
+    /// For the table of nodes.
+    pub(super) fn node_certificate(&self) -> Option<NodeCertificate> {
+        match &self.showing.shown {
+            Shown::Known(certificate) => Some(NodeCertificate {
+                name: certificate.name().to_owned(),
+                serial: certificate.serial.clone(),
+                not_after: certificate.not_after,
+            }),
+            Shown::Nothing | Shown::Refused { .. } => None,
+        }
+    }
+}
+
+/// For the log: from where, with which certificate.
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.certificate() {
+            Some(certificate) => write!(
+                f,
+                "{} (certificate `{}`, serial {})",
+                self.address,
+                shown(certificate.name()),
+                certificate.serial
+            ),
+            None => self.address.fmt(f),
+        }
+    }
+}
+
+impl NoEntry {
+    fn tls() -> NoEntry {
+        NoEntry {
+            kind: "tls",
+            why: "it speaks TLS, and `agents.tls` is not set: set it, or write `http://` in the agent's `server`"
+                .to_owned(),
+        }
+    }
+
+    fn nothing() -> NoEntry {
+        NoEntry {
+            kind: "nothing",
+            why: "it was closed before anything was said".to_owned(),
+        }
+    }
+}
+
+impl From<std::io::Error> for NoEntry {
+    fn from(error: std::io::Error) -> NoEntry {
+        NoEntry {
+            kind: "io",
+            why: error.to_string(),
+        }
+    }
+}
+
+impl fmt::Display for NoEntry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.why)
+    }
+}
+
+impl fmt::Debug for Door {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Door::Plain => "Plain",
+            Door::Tls(_) => "Tls",
         })
     }
 }

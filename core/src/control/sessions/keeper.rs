@@ -8,6 +8,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use super::door::Gate;
 use super::seats::{Seat, Seats, too_slow};
 use super::tails::Tails;
 use crate::clock;
@@ -45,6 +46,7 @@ pub(super) struct Keeper {
     timing: watch::Receiver<Timing>,
     table: NodeTable,
     seats: Arc<Seats>,
+    gate: Arc<Gate>,
     tails: Arc<Tails>,
     published: watch::Sender<Arc<Observed>>,
     /// The revision that was published.
@@ -55,6 +57,7 @@ impl Keeper {
     pub(super) fn new(
         timing: watch::Receiver<Timing>,
         seats: Arc<Seats>,
+        gate: Arc<Gate>,
         tails: Arc<Tails>,
     ) -> (Keeper, watch::Receiver<Arc<Observed>>) {
         let table = NodeTable::new(*timing.borrow(), clock::now_ms());
@@ -63,6 +66,7 @@ impl Keeper {
             timing,
             table,
             seats,
+            gate,
             tails,
             published,
             revision: 0,
@@ -117,7 +121,10 @@ impl Keeper {
                 seat,
             } => {
                 self.seats.put(session, seat);
-                self.apply(event);
+                // What is denied or trusted may have changed since it was let in. Now that it sits, a further change finds it here.
+                if !self.seats.judge(session, &self.gate) {
+                    self.apply(event);
+                }
             }
             Input::Said(event) => self.apply(event),
             Input::Ended { session, event } => {

@@ -37,7 +37,11 @@ pub(super) async fn accept(
             }
         };
         let Ok(seat) = room.clone().try_acquire_owned() else {
-            tracing::warn!("{address} was turned away: {CONNECTIONS_MAX} connections are open");
+            if let Some(unsaid) = shared.gate.may_say(address, "full") {
+                tracing::warn!(
+                    "{address} was turned away: {CONNECTIONS_MAX} connections are open{unsaid}"
+                );
+            }
             continue;
         };
         let shared = shared.clone();

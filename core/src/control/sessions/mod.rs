@@ -3,6 +3,7 @@
 //! One connection carries one session (`connection`), one task keeps the table of nodes (`keeper`), and whoever wants to know looks at
 //! the published [`Observed`] or sends a command through [`Sessions`]. A slow, silent or hostile client costs its own connection, nobody else's time.
 
+mod complaints;
 mod connection;
 mod door;
 mod keeper;
@@ -10,9 +11,11 @@ mod listener;
 mod seats;
 mod tails;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use llmgw_proto::identity::Serial;
 use llmgw_proto::link::KeepAlive;
 use llmgw_proto::session::{ServerMessage, SessionId};
 use llmgw_proto::shard::LogLine;
@@ -21,6 +24,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use self::door::Gate;
 use self::keeper::Keeper;
 use self::seats::Seats;
 use self::tails::Tails;
@@ -41,6 +45,8 @@ pub struct SessionsOptions {
     pub timing: Timing,
     /// The certificate's name must be the node's id.
     pub require_identity: bool,
+    /// Certificates that are revoked.
+    pub denied: BTreeSet<Serial>,
     pub keep_alive: KeepAlive,
     /// For a connection's handshake, and then for its registration.
     pub patience: Duration,
@@ -49,6 +55,7 @@ pub struct SessionsOptions {
 /// All sessions of a server.
 pub struct Sessions {
     seats: Arc<Seats>,
+    gate: Arc<Gate>,
     tails: Arc<Tails>,
     observed: watch::Receiver<Arc<Observed>>,
     timing: watch::Sender<Timing>,
@@ -77,6 +84,7 @@ impl SessionsOptions {
         SessionsOptions {
             timing,
             require_identity,
+            denied: BTreeSet::new(),
             // A connection that died is found out before three heartbeats are missed.
             keep_alive: KeepAlive {
                 interval: timing.heartbeat,
@@ -94,9 +102,17 @@ impl Sessions {
         let seats = Arc::new(Seats::new());
         let tails = Arc::new(Tails::default());
         let timing = watch::Sender::new(options.timing);
-        let (keeper, observed) = Keeper::new(timing.subscribe(), seats.clone(), tails.clone());
+        let gate = Gate::new(door, options.require_identity, options.denied.clone());
+        let gate = Arc::new(gate);
+        let (keeper, observed) = Keeper::new(
+            timing.subscribe(),
+            seats.clone(),
+            gate.clone(),
+            tails.clone(),
+        );
         let sessions = Arc::new(Sessions {
             seats: seats.clone(),
+            gate: gate.clone(),
             tails: tails.clone(),
             observed,
             timing,
@@ -110,7 +126,7 @@ impl Sessions {
             .spawn(keeper.run(received, sessions.cut.clone()));
         let shared = connection::Shared {
             options,
-            door,
+            gate,
             seats,
             tails,
             inputs,
@@ -134,6 +150,18 @@ impl Sessions {
     pub fn set_timing(&self, timing: Timing) {
         self.timing
             .send_if_modified(|before| std::mem::replace(before, timing) != timing);
+    }
+
+    /// After a reload: certificates with these serial numbers are worth nothing from now on. Whoever is connected with one is told and cut off.
+    pub fn deny(&self, serials: BTreeSet<Serial>) {
+        self.gate.deny(serials);
+        self.seats.judge_all(&self.gate);
+    }
+
+    /// After [`AgentsTls::replace`](llmgw_proto::identity::listening::AgentsTls::replace): whoever is connected with a certificate of an
+    /// authority that is no longer trusted is told and cut off; how many were. May take milliseconds for each session.
+    pub fn judge_again(&self) -> usize {
+        self.seats.judge_all(&self.gate)
     }
 
     /// The last lines of a shard's output, from the node that it is on.

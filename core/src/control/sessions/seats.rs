@@ -10,6 +10,7 @@ use llmgw_proto::session::{Refusal, RefusalCode, ServerMessage, SessionId};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::door::{Gate, Peer};
 use crate::control::observed::NotSent;
 
 /// Commands that wait for one node. One that lets so many pile up does not read.
@@ -19,6 +20,7 @@ pub(super) const OUTGOING_MAX: usize = 256;
 #[derive(Clone, Debug)]
 pub(super) struct Seat {
     pub(super) node: String,
+    pub(super) peer: Peer,
     pub(super) outgoing: mpsc::Sender<Framed<ServerMessage>>,
     /// The session is over: its connection is closed once its last words have left.
     pub(super) over: CancellationToken,
@@ -63,6 +65,27 @@ impl Seats {
         if let Some(seat) = seat {
             seat.end(session, last);
         }
+    }
+
+    /// Ends a session that may no longer speak for its node. True: it did end.
+    pub(super) fn judge(&self, session: SessionId, gate: &Gate) -> bool {
+        let seat = self.lock().get(&session).cloned();
+        let Some(seat) = seat else { return false };
+        let Err(not) = gate.may_be(&seat.peer, &seat.node) else {
+            return false;
+        };
+        tracing::warn!("{} is cut off: {}", seat.peer, not.refusal);
+        self.dismiss(session, ServerMessage::Refused(not.refusal));
+        true
+    }
+
+    /// The same for all of them; how many ended. One that sits down meanwhile is for whoever puts it there to judge afterwards.
+    pub(super) fn judge_all(&self, gate: &Gate) -> usize {
+        let sessions: Vec<SessionId> = self.lock().keys().copied().collect();
+        let ended = sessions
+            .iter()
+            .filter(|session| self.judge(**session, gate));
+        ended.count()
     }
 
     pub(super) fn dismiss_all(&self, last: &ServerMessage) {

@@ -12,7 +12,7 @@ use llmgw_proto::session::{
     ServerMessage, SessionId, ShardReport, Told,
 };
 use llmgw_proto::shard::{LogLine, Readiness, ShardCommand, ShardSpec, ShardState, ShardStatus};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -21,6 +21,8 @@ use tokio_util::sync::CancellationToken;
 use super::{Door, Sessions, SessionsOptions, TailError};
 use crate::control::observed::{Cause, Commands, NotSent, Observed, Timing};
 use crate::control::snapshot::NodeState;
+
+mod identity;
 
 /// No test waits for longer; none waits for less than the event that it waits for.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -53,9 +55,13 @@ struct Server {
 
 impl Server {
     async fn start(options: SessionsOptions) -> Server {
+        Server::behind(Door::Plain, options).await
+    }
+
+    async fn behind(door: Door, options: SessionsOptions) -> Server {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let sessions = Sessions::start(listener, Door::Plain, options);
+        let sessions = Sessions::start(listener, door, options);
         let observed = sessions.observed();
         Server {
             sessions,
@@ -101,11 +107,19 @@ struct Agent {
 
 impl Agent {
     async fn dial(address: SocketAddr, first: AgentMessage) -> Agent {
+        let socket = TcpStream::connect(address).await.unwrap();
+        Agent::over(socket, first).await
+    }
+
+    /// Over a socket that is connected.
+    async fn over<S>(socket: S, first: AgentMessage) -> Agent
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
         let keep_alive = KeepAlive {
             interval: PATIENCE,
             timeout: PATIENCE,
         };
-        let socket = TcpStream::connect(address).await.unwrap();
         let (up, outgoing) = mpsc::channel(64);
         let message = Framed {
             session: SessionId(0),
@@ -364,7 +378,8 @@ async fn who_shows_no_certificate_is_refused_where_one_is_asked_for() {
     };
     assert_eq!(
         refusal.to_string(),
-        "no certificate was shown, and the server asks for one (identity; claimed node `gpu-01`, no certificate)"
+        "no certificate was shown, and the server asks for one: set `tls: {ca: ca.pem, cert: agent.pem, key: agent-key.pem}` in agent.yaml; \
+         `llmgw ctl cert agent --ca DIR --node gpu-01 --out DIR` makes them (identity; claimed node `gpu-01`, no certificate)"
     );
 }
 

@@ -93,6 +93,7 @@ pub(crate) fn node(id: &str, session: u64) -> Arc<ObservedNode> {
         absence: None,
         last_heard_ms: 0,
         draining: false,
+        certificate: None,
         agent_version: "0.1.0".to_owned(),
         run: "r".to_owned(),
         machine: String::new(),

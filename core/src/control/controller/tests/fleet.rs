@@ -179,7 +179,11 @@ impl Fleet {
                 .collect(),
         };
         let register = Box::new(register);
-        self.apply(NodeEvent::Registered { session, register });
+        self.apply(NodeEvent::Registered {
+            session,
+            register,
+            certificate: None,
+        });
     }
 
     /// The node's stream breaks; its engines run on.
