@@ -337,7 +337,7 @@ fn what_an_agent_cannot_start_with_is_said_with_what_would_be_right() {
         (&["--server", "ctl.example:8443"], "is not a server"),
         (
             &["--server", "https://ctl.example"],
-            "has no certificates yet",
+            "agent.yaml names none; write",
         ),
         (
             &["--server", "http://127.0.0.1:1", "--node", "a b"],

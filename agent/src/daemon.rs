@@ -25,7 +25,8 @@ use self::drain::DrainFile;
 use self::host::Shards;
 pub use self::local::{LocalAgent, run_local};
 use self::node::Node;
-use crate::config::{self, AgentConfig};
+use crate::config::{self, AgentConfig, AgentTls};
+use crate::session::credentials::LOOK_EVERY;
 use crate::session::dial::ServerUrl;
 use crate::session::{Session, SessionOptions};
 use crate::supervisor::{
@@ -129,10 +130,6 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
     let server: ServerUrl = server
         .parse()
         .map_err(|error| DaemonError::Usage(format!("--server: {error}")))?;
-    if server.is_tls {
-        let why = "this version has no certificates yet; use `http://` on a network that you trust";
-        return Err(DaemonError::Usage(format!("{server}: {why}")));
-    }
     let node = match arguments.node.or_else(|| config.node.clone()) {
         Some(node) => node,
         None => host_name().map_err(|error| DaemonError::Start("the host name", error))?,
@@ -142,6 +139,9 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
         let wrong = format!("`{node}` is not a node id");
         let right = "give `--node` at most 64 letters, digits, `.`, `_` and `-`";
         return Err(DaemonError::Usage(format!("{wrong}; {right}")));
+    }
+    if server.is_tls {
+        check_tls(&server, &node, config.tls.as_ref())?;
     }
     let state = arguments.state.or_else(|| config.state.clone());
     config.server = Some(server.to_string());
@@ -156,8 +156,28 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
     })
 }
 
+/// That the files can be used now. They are read again at every dial.
+fn check_tls(server: &ServerUrl, node: &str, tls: Option<&AgentTls>) -> Result<(), DaemonError> {
+    let Some(tls) = tls else {
+        return Err(DaemonError::Usage(format!(
+            "{server} is dialled with a certificate, and agent.yaml names none; write\n\n\
+             tls: {{ca: ca.pem, cert: agent.pem, key: agent-key.pem}}\n\n\
+             `llmgw ctl cert agent --ca DIR --node {node} --out DIR` makes the files, where the authority's key is"
+        )));
+    };
+    let loaded = tls.load();
+    loaded.map_err(|problem| DaemonError::Usage(format!("`tls`: {problem}")))?;
+    Ok(())
+}
+
 async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
-    if !setup.server.is_loopback() {
+    if !setup.server.is_tls && setup.config.tls.is_some() {
+        tracing::warn!(
+            "`tls` is not used: {} is dialled without it, `https://` would",
+            setup.server
+        );
+    }
+    if !setup.server.is_tls && !setup.server.is_loopback() {
         tracing::warn!(
             "{} is reached without TLS: anybody on the way can read and change what is said, engines' keys included",
             setup.server
@@ -255,6 +275,8 @@ fn session(
 ) -> Session {
     let options = SessionOptions {
         server: setup.server.clone(),
+        tls: setup.config.tls.clone(),
+        look_every: LOOK_EVERY,
         node: setup.node.clone(),
         advertise: setup.config.advertise,
         ports: setup.config.ports.unwrap_or(PORTS_DEFAULT),

@@ -1,27 +1,29 @@
 //! The agent's session with the server: dials out, registers everything, reports what changes, does what it is told, and comes back for ever.
 //!
 //! ```text
-//! attempt   dial.rs      a socket, a session on it
+//! attempt   dial.rs      a socket, TLS, a session on it; what is shown is read anew (credentials.rs)
 //! register  report.rs    what the node is and all that it runs, at every connect
 //! serve     serve.rs     heartbeats and changes go up, commands come down
 //! wait      backoff.rs   full jitter: after a broken stream for seconds, after a refusal for minutes
 //! ```
 
 pub mod backoff;
+pub mod credentials;
 pub mod dial;
 mod report;
 mod serve;
 
 use std::future::Future;
 use std::net::IpAddr;
-use std::pin::Pin;
-use std::sync::Arc;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use llmgw_proto::identity::{Certificate, Fingerprint, Moment, problem};
 use llmgw_proto::inventory::Inventory;
 use llmgw_proto::link::KeepAlive;
-use llmgw_proto::session::{PortRange, Refusal};
+use llmgw_proto::session::{PortRange, Refusal, RefusalCode};
 use llmgw_proto::shard::{LogLine, ShardSpec, ShardStatus};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -30,6 +32,8 @@ use tokio_util::sync::CancellationToken;
 use backoff::{Backoff, Outcome, unit};
 use dial::ServerUrl;
 use serve::Serving;
+
+use crate::config::AgentTls;
 
 /// What runs the shards of this node.
 pub trait ShardHost: Send + Sync + 'static {
@@ -78,6 +82,10 @@ pub trait DrainFlag: Send + Sync + 'static {
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
     pub server: ServerUrl,
+    /// What is shown to a server with TLS, and whom it has to come from.
+    pub tls: Option<AgentTls>,
+    /// How often the files of `tls` are looked at while a session is up.
+    pub look_every: Duration,
     pub node: String,
     /// Where the gateway reaches engines. `None`: the address that the stream uses.
     pub advertise: Option<IpAddr>,
@@ -100,6 +108,8 @@ pub struct Session {
     run: String,
     machine: String,
     connected: watch::Sender<bool>,
+    /// The certificate that the server saw last, for the operator.
+    shown: Mutex<Option<Certificate>>,
     /// The engines run on when the agent stops.
     engines_stay: AtomicBool,
 }
@@ -111,14 +121,30 @@ enum Ended {
     Stopped,
     /// The server does not want it.
     Refused(Refusal),
+    /// The server is not the one that is meant, or its certificate is not good.
+    Distrusted(String),
     /// The server leaves, and says so.
     ServerLeaves(String),
     /// The stream could not be opened or did not last.
     Broken(String),
 }
 
+impl Ended {
+    /// What the next wait depends on. `lasted`: for how long there was a session.
+    fn outcome(&self, lasted: Option<Duration>) -> Outcome {
+        match self {
+            Ended::Refused(refusal) if refusal.code.needs_a_person() => Outcome::Refused,
+            Ended::Distrusted(_) => Outcome::Refused,
+            _ if lasted.is_some_and(|lasted| lasted >= STEADY) => Outcome::Lasted,
+            _ => Outcome::Broke,
+        }
+    }
+}
+
 /// A session that lasted for so long was a good one: the next attempt begins with the shortest wait.
 const STEADY: Duration = Duration::from_secs(30);
+/// After a renewed certificate that led to no session, before it is looked at again.
+const RENEWAL_PAUSE: Duration = Duration::from_secs(5 * 60);
 /// For the goodbye to leave and be read, when the agent stops.
 const GOODBYE_MAX: Duration = Duration::from_millis(800);
 
@@ -138,6 +164,7 @@ impl Session {
             run: format!("{:016x}", backoff::random()),
             machine: boot.map(|boot| boot.trim().to_owned()).unwrap_or_default(),
             connected: watch::Sender::new(false),
+            shown: Mutex::new(None),
             engines_stay: AtomicBool::new(true),
         }
     }
@@ -160,13 +187,10 @@ impl Session {
             let ended = self.attempt(&stop, &mut welcomed_at).await;
             self.connected.send_replace(false);
             let lasted = welcomed_at.map(|at: Instant| at.elapsed());
-            let outcome = match &ended {
-                Ended::Stopped => return,
-                Ended::Refused(refusal) if refusal.code.needs_a_person() => Outcome::Refused,
-                _ if lasted.is_some_and(|lasted| lasted >= STEADY) => Outcome::Lasted,
-                _ => Outcome::Broke,
-            };
-            let wait = backoff.next(outcome, unit());
+            if matches!(ended, Ended::Stopped) {
+                return;
+            }
+            let wait = backoff.next(ended.outcome(lasted), unit());
             self.say(&ended, wait);
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
@@ -175,35 +199,118 @@ impl Session {
         }
     }
 
-    /// One session, from the dialling to its end.
+    /// One session, from the dialling to its end. That another one takes its place because the certificate was renewed is no end.
     async fn attempt(&self, stop: &CancellationToken, welcomed_at: &mut Option<Instant>) -> Ended {
-        let opening = async {
-            let opened = dial::open(self).await?;
-            Serving::welcomed(self, opened).await
-        };
         let opened = tokio::select! {
-            opened = opening => opened,
+            opened = self.open() => opened,
             () = stop.cancelled() => return Ended::Stopped,
         };
-        let serving = match opened {
+        let mut serving = match opened {
             Ok(serving) => serving,
             Err(ended) => return ended,
         };
         *welcomed_at = Some(Instant::now());
         self.connected.send_replace(true);
-        serving.run(stop).await
+        let mut look_every = self.options.look_every;
+        loop {
+            let shown = serving.shown;
+            let ended = tokio::select! {
+                ended = serving.run(stop) => ended,
+                () = self.renewed(shown, look_every) => match self.replace(&mut serving, stop).await {
+                    Ok(is_new) => {
+                        // What the server does not take is not shown to it every time that somebody looks.
+                        look_every = if is_new { self.options.look_every } else { RENEWAL_PAUSE };
+                        continue;
+                    }
+                    Err(ended) => ended,
+                },
+            };
+            if matches!(ended, Ended::Stopped) {
+                serving.goodbye().await;
+            }
+            return ended;
+        }
+    }
+
+    async fn open(&self) -> Result<Serving<'_>, Ended> {
+        Serving::welcomed(self, dial::open(self).await?).await
+    }
+
+    /// Waits until the certificate is another one than the session was opened with.
+    async fn renewed(&self, shown: Option<Fingerprint>, look_every: Duration) {
+        match (&self.options.tls, shown) {
+            (Some(tls), Some(shown)) => tls.renewed(shown, look_every).await,
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// Opens a session with what is in the files now, and leaves the old one for it. Where the server does not want the new one the old one goes on.
+    async fn replace<'a>(
+        &'a self,
+        serving: &mut Serving<'a>,
+        stop: &CancellationToken,
+    ) -> Result<bool, Ended> {
+        tracing::info!("the certificate was renewed: a new session takes this one's place");
+        let opened = {
+            let mut opening = pin!(self.open());
+            tokio::select! {
+                opened = &mut opening => opened,
+                ended = serving.run(stop) => match ended {
+                    Ended::Stopped => return Err(Ended::Stopped),
+                    // The server ends the old one as soon as the new one is there.
+                    ended => Ok(opening.await.map_err(|_| ended)?),
+                },
+            }
+        };
+        match opened {
+            Ok(new) => {
+                *serving = new;
+                Ok(true)
+            }
+            Err(ended) => {
+                let why = self.told(&ended);
+                tracing::error!(
+                    "the renewed certificate did not lead to a session: {why}; the old session goes on"
+                );
+                Ok(false)
+            }
+        }
+    }
+
+    fn shows(&self, certificate: &Certificate) {
+        *self.lock_shown() = Some(certificate.clone());
+    }
+
+    fn lock_shown(&self) -> MutexGuard<'_, Option<Certificate>> {
+        self.shown.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What an end says, in one sentence.
+    fn told(&self, ended: &Ended) -> String {
+        match ended {
+            Ended::Stopped => "the agent stops".to_owned(),
+            Ended::Refused(refusal) if refusal.code == RefusalCode::Identity => {
+                let own = self.lock_shown().clone().zip(self.options.tls.as_ref());
+                let own = own.map(|(shown, tls)| {
+                    problem::own(&shown, &tls.cert.display().to_string(), Moment::now())
+                });
+                own.map_or_else(|| refusal.to_string(), |own| format!("{refusal}; {own}"))
+            }
+            Ended::Refused(refusal) => refusal.to_string(),
+            Ended::Distrusted(why) | Ended::ServerLeaves(why) | Ended::Broken(why) => why.clone(),
+        }
     }
 
     fn say(&self, ended: &Ended, wait: Duration) {
         let (server, node) = (&self.options.server, &self.options.node);
+        let why = self.told(ended);
         let wait = format!("next attempt in {:.1} s", wait.as_secs_f64());
         match ended {
             Ended::Stopped => {}
-            Ended::Refused(refusal) => {
-                tracing::error!("{server} refused node `{node}`: {refusal}; {wait}");
-            }
-            Ended::ServerLeaves(why) => tracing::info!("{server} leaves: {why}; {wait}"),
-            Ended::Broken(why) => tracing::warn!("no session with {server}: {why}; {wait}"),
+            Ended::Refused(_) => tracing::error!("{server} refused node `{node}`: {why}; {wait}"),
+            Ended::Distrusted(_) => tracing::error!("no session with {server}: {why}; {wait}"),
+            Ended::ServerLeaves(_) => tracing::info!("{server} leaves: {why}; {wait}"),
+            Ended::Broken(_) => tracing::warn!("no session with {server}: {why}; {wait}"),
         }
     }
 }

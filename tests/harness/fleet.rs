@@ -19,6 +19,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use fake_engine::authority::{self, Authority};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -52,6 +53,10 @@ pub struct Fleet {
     /// Where clients, operators and agents connect. They stay the same when the server is started again.
     addresses: [SocketAddr; 3],
     timing: &'static str,
+    /// Who issues everybody's certificates. None: they speak without TLS.
+    pub authority: Option<Authority>,
+    /// Serial numbers that are revoked.
+    denied: Vec<String>,
     /// What is in `llmgw.yaml` beside addresses and timing.
     declared: String,
 }
@@ -83,6 +88,22 @@ pub struct Plan {
     pub net: Option<Net>,
     /// Each node has eight GPUs, as `nvidia-smi` says.
     pub has_gpus: bool,
+    /// The server and each node have a certificate of their own.
+    pub has_tls: bool,
+}
+
+impl Plan {
+    /// Two nodes on this machine's loopback.
+    pub fn new(timing: &'static str, program: Program) -> Plan {
+        Plan {
+            nodes: &NODES,
+            timing,
+            program,
+            net: None,
+            has_gpus: false,
+            has_tls: false,
+        }
+    }
 }
 
 /// Nodes that are lost only after a long time, and nothing to recover.
@@ -91,12 +112,14 @@ pub const PATIENT: &str = "heartbeat: 500ms, lost_after: 10m, recovery: 0s";
 impl Fleet {
     /// A server that declares nothing yet, and both agents, connected.
     pub fn start(timing: &'static str, program: Program) -> Fleet {
+        Fleet::of(Plan::new(timing, program))
+    }
+
+    /// The same over TLS, each with a certificate of its own.
+    pub fn over_tls(timing: &'static str, program: Program) -> Fleet {
         Fleet::of(Plan {
-            nodes: &NODES,
-            timing,
-            program,
-            net: None,
-            has_gpus: false,
+            has_tls: true,
+            ..Plan::new(timing, program)
         })
     }
 
@@ -121,8 +144,11 @@ impl Fleet {
             net: plan.net,
             addresses: [local(first), local(first + 1), agents],
             timing: plan.timing,
+            authority: plan.has_tls.then(|| Authority::new("fleet")),
+            denied: Vec::new(),
             declared: "models: []".to_owned(),
         };
+        fleet.issue();
         fleet.declare("models: []");
         fleet.start_server();
         for node in plan.nodes {
@@ -159,15 +185,37 @@ impl Fleet {
         self.write_config();
     }
 
+    /// From now on these serial numbers are revoked; the server notices by itself.
+    pub fn deny(&mut self, serials: &[&str]) {
+        self.denied = serials.iter().map(|serial| (*serial).to_owned()).collect();
+        self.write_config();
+    }
+
+    /// Writes everybody's certificates.
+    fn issue(&self) {
+        let Some(authority) = &self.authority else {
+            return;
+        };
+        authority::write(&self.dir.join("ca.pem"), &authority.pem);
+        let host = self.addresses[2].ip().to_string();
+        authority.server(&[&host]).write(&self.dir, "server");
+        for node in self.nodes {
+            authority.agent(node).write(&self.dir, node);
+        }
+    }
+
     fn write_config(&self) {
         let state = self.dir.join("server");
-        let plaintext = if self.net.is_some() {
-            ", allow_plaintext: true"
-        } else {
-            ""
+        let tls = match &self.authority {
+            Some(_) => format!(
+                ", tls: {{cert: server.pem, key: server-key.pem, ca: ca.pem}}, deny_serials: {:?}",
+                self.denied
+            ),
+            None if self.net.is_some() => ", allow_plaintext: true".to_owned(),
+            None => String::new(),
         };
         let text = format!(
-            "state: {state:?}\nagents: {{{}{plaintext}}}\n{}\n",
+            "state: {state:?}\nagents: {{{}{tls}}}\n{}\n",
             self.timing, self.declared
         );
         self.write("llmgw.yaml", &text);
@@ -188,8 +236,12 @@ impl Fleet {
     fn configure_agent(&self, node: &str, program: &Program) {
         let first = free_ports(NODE_PORTS);
         let last = first + NODE_PORTS - 1;
+        let tls = match &self.authority {
+            Some(_) => format!("tls: {{ca: ca.pem, cert: {node}.pem, key: {node}-key.pem}}\n"),
+            None => String::new(),
+        };
         let engines = stand_in::engines(&self.dir, node, program);
-        let mut config = format!("ports: {first}-{last}\nengines:\n{engines}");
+        let mut config = format!("{tls}ports: {first}-{last}\nengines:\n{engines}");
         if let Program::Real(path) = program {
             let _ = writeln!(config, "models_dir: {:?}", path.parent().unwrap());
         }
@@ -220,7 +272,7 @@ impl Fleet {
     }
 
     pub fn start_agent(&mut self, node: &'static str) {
-        let url = format!("http://{}", self.addresses[2]);
+        let url = self.agents_url();
         let path = std::env::var("PATH").unwrap_or_default();
         let mut command = llmgw();
         command
@@ -234,6 +286,16 @@ impl Fleet {
             .stderr(self.log(node));
         let child = self.on_node(node, || command.spawn()).unwrap();
         self.agents.insert(node, child);
+    }
+
+    /// Where agents connect.
+    pub fn agents_url(&self) -> String {
+        let scheme = if self.authority.is_some() {
+            "https"
+        } else {
+            "http"
+        };
+        format!("{scheme}://{}", self.addresses[2])
     }
 
     pub fn kill_server(&mut self) {

@@ -1,5 +1,8 @@
 //! A process of a test's own, what it says on stderr, and its end. Included by path: it needs nothing else of the harness.
 
+// Each test file is a crate of its own and uses a part of this.
+#![allow(dead_code)]
+
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -55,6 +58,12 @@ impl Process {
                 Err(_) => panic!("it never said {wanted:?}, but {:#?}", self.heard),
             }
         }
+    }
+
+    /// Whether a line with this in it has come by now, other than those that [`says`](Process::says) returned.
+    pub fn has_said(&mut self, wanted: &str) -> bool {
+        self.heard.extend(self.said.try_iter());
+        self.heard.iter().any(|line| line.contains(wanted))
     }
 
     pub fn signal(&self, signal: Signal) {

@@ -52,6 +52,7 @@ pub async fn run_local(local: LocalAgent, stop: CancellationToken) -> Result<(),
         stop_engines: true,
         config: AgentConfig {
             server: Some(server),
+            tls: None,
             ..config
         },
     };

@@ -3,15 +3,21 @@
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
+use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
+use llmgw_proto::identity::Fingerprint;
+use llmgw_proto::identity::dialling::{Trust, connect};
+use llmgw_proto::identity::opening::{FirstAnswer, Noted};
 use llmgw_proto::link::{self, Dialled, Hearing};
 use llmgw_proto::session::{AgentMessage, ServerMessage, SessionId};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use tokio_rustls::client::TlsStream;
 
-use super::{Ended, Session, ShardChanges};
+use super::credentials::Credentials;
+use super::{Ended, Session, SessionOptions, ShardChanges};
 
 /// Messages that wait for the connection to take them.
 pub(super) const OUTGOING_MAX: usize = 64;
@@ -42,18 +48,20 @@ pub(super) struct Opened {
     pub(super) changes: Box<dyn ShardChanges>,
     /// What was registered.
     pub(super) told: super::report::Told,
+    /// The certificate that was shown. None: without TLS.
+    pub(super) shown: Option<Fingerprint>,
 }
 
 /// Dials the server and registers.
 pub(super) async fn open(session: &Session) -> Result<Opened, Ended> {
     let options = &session.options;
     let server = &options.server;
-    let broken = |what: &str, why: &dyn fmt::Display| Ended::Broken(format!("{what}: {why}"));
-    let late = |what: &str| Ended::Broken(format!("{what}: not within {:?}", options.patience));
+    // Before anything is dialled: without them there is nothing to say.
+    let credentials = credentials(session).await?;
     let connecting = TcpStream::connect((server.host.as_str(), server.port));
     let socket = timeout(options.patience, connecting)
         .await
-        .map_err(|_| late("connecting"))?
+        .map_err(|_| late("connecting", options.patience))?
         .map_err(|error| broken("connecting", &error))?;
     socket
         .set_nodelay(true)
@@ -61,6 +69,7 @@ pub(super) async fn open(session: &Session) -> Result<Opened, Ended> {
     let own = socket
         .local_addr()
         .map_err(|error| broken("connecting", &error))?;
+    let line = Line::over(socket, options, credentials.as_ref()).await?;
     let changes = session.shards.changes();
     let (register, told) = session.register(options.advertise.unwrap_or(own.ip().to_canonical()));
     let (outgoing, taken) = mpsc::channel(OUTGOING_MAX);
@@ -70,18 +79,94 @@ pub(super) async fn open(session: &Session) -> Result<Opened, Ended> {
     };
     // The queue is new and empty.
     let _ = outgoing.try_send(first);
-    let dialling = link::dial(socket, options.keep_alive, taken);
-    let (heard, dialled) = timeout(options.patience, dialling)
+    let (heard, dialled) = timeout(options.patience, line.dial(options, taken))
         .await
-        .map_err(|_| late("opening the session"))?
-        .map_err(|error| broken("opening the session", &error))?;
+        .map_err(|_| late("opening the session", options.patience))??;
     Ok(Opened {
         heard,
         outgoing,
         dialled,
         changes,
         told,
+        shown: credentials.map(|credentials| credentials.identity.certificate.fingerprint),
     })
+}
+
+/// What is shown to a server with TLS; none without.
+async fn credentials(session: &Session) -> Result<Option<Credentials>, Ended> {
+    if !session.options.server.is_tls {
+        return Ok(None);
+    }
+    let files = session.options.tls.as_ref();
+    let files = files.ok_or_else(|| broken("`tls`", &"it is not set"))?;
+    let read = files.read().await;
+    let credentials = read.map_err(|problem| broken("`tls`", &problem))?;
+    session.shows(&credentials.identity.certificate);
+    Ok(Some(credentials))
+}
+
+/// A socket on which a session can be opened.
+enum Line {
+    Plain(Noted<TcpStream>, FirstAnswer),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Line {
+    async fn over(
+        socket: TcpStream,
+        options: &SessionOptions,
+        credentials: Option<&Credentials>,
+    ) -> Result<Line, Ended> {
+        let Some(credentials) = credentials else {
+            let (socket, first) = Noted::new(socket);
+            return Ok(Line::Plain(socket, first));
+        };
+        let trust = Trust::Authorities(credentials.authorities.clone());
+        let host = &options.server.host;
+        let shaking = connect(socket, host, &trust, Some(&credentials.identity));
+        let stream = timeout(options.patience, shaking)
+            .await
+            .map_err(|_| late("the TLS handshake", options.patience))?;
+        match stream {
+            Ok(stream) => Ok(Line::Tls(Box::new(stream))),
+            Err(problem) if problem.needs_a_person() => Err(Ended::Distrusted(problem.to_string())),
+            Err(problem) => Err(Ended::Broken(problem.to_string())),
+        }
+    }
+
+    async fn dial(
+        self,
+        options: &SessionOptions,
+        outgoing: mpsc::Receiver<Framed<AgentMessage>>,
+    ) -> Result<(Hearing<ServerMessage>, Dialled), Ended> {
+        let keep_alive = options.keep_alive;
+        let (dialled, first) = match self {
+            Line::Plain(socket, first) => {
+                (link::dial(socket, keep_alive, outgoing).await, Some(first))
+            }
+            Line::Tls(socket) => (link::dial(*socket, keep_alive, outgoing).await, None),
+        };
+        dialled.map_err(|error| match first.is_some_and(|first| first.is_tls()) {
+            true => {
+                let server = ServerUrl {
+                    is_tls: true,
+                    ..options.server.clone()
+                };
+                Ended::Broken(format!(
+                    "the server hung up on plaintext: its port wants TLS, so write `server: {server}` and `tls` in agent.yaml"
+                ))
+            }
+            false => broken("opening the session", &error),
+        })
+    }
+}
+
+fn broken(what: &str, why: &dyn fmt::Display) -> Ended {
+    Ended::Broken(format!("{what}: {why}"))
+}
+
+fn late(what: &str, patience: Duration) -> Ended {
+    Ended::Broken(format!("{what}: not within {patience:?}"))
 }
 
 impl ServerUrl {

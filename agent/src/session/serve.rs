@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
+use llmgw_proto::identity::Fingerprint;
 use llmgw_proto::link::{Dialled, Heard, Hearing};
 use llmgw_proto::session::{
     AgentMessage, Goodbye, LogChunk, ServerMessage, SessionId, StartShard, StopHow, StopShard,
@@ -16,7 +17,7 @@ use llmgw_proto::session::{
 };
 use llmgw_proto::shard::{LogLine, ShardState, ShardStatus};
 use tokio::sync::mpsc;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::dial::Opened;
@@ -35,7 +36,9 @@ const UNREAD_HEARTBEATS_MAX: u32 = 3;
 pub(super) struct Serving<'a> {
     session: &'a Session,
     id: SessionId,
-    heartbeat: Duration,
+    /// The certificate that was shown. None: without TLS.
+    pub(super) shown: Option<Fingerprint>,
+    heartbeats: Interval,
     heard: Hearing<ServerMessage>,
     outgoing: mpsc::Sender<Framed<AgentMessage>>,
     dialled: Dialled,
@@ -68,6 +71,7 @@ impl<'a> Serving<'a> {
             dialled,
             changes,
             told,
+            shown,
         } = opened;
         let patience = session.options.patience;
         let first = timeout(patience, heard.next()).await;
@@ -87,10 +91,13 @@ impl<'a> Serving<'a> {
             session.options.node,
             welcome.server_version
         );
+        let mut heartbeats = interval(Duration::from_millis(welcome.heartbeat_ms));
+        heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Ok(Serving {
             session,
             id,
-            heartbeat: Duration::from_millis(welcome.heartbeat_ms),
+            shown,
+            heartbeats,
             heard,
             outgoing,
             dialled,
@@ -102,9 +109,8 @@ impl<'a> Serving<'a> {
         })
     }
 
-    pub(super) async fn run(mut self, stop: &CancellationToken) -> Ended {
-        let mut heartbeats = interval(self.heartbeat);
-        heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    /// Until it ends, or is asked to. Nothing is lost if this is dropped and called again.
+    pub(super) async fn run(&mut self, stop: &CancellationToken) -> Ended {
         loop {
             let has_room = self.waiting.len() < WAITING_MAX;
             let step = tokio::select! {
@@ -119,10 +125,10 @@ impl<'a> Serving<'a> {
                 }
                 heard = self.heard.next(), if has_room => Step::Heard(heard),
                 statuses = self.changes.next(), if has_room => Step::Changed(statuses),
-                _ = heartbeats.tick() => Step::Beat,
+                _ = self.heartbeats.tick() => Step::Beat,
             };
             let over = match step {
-                Step::Stop => return self.goodbye().await,
+                Step::Stop => return Ended::Stopped,
                 Step::Sent { is_open: true } => None,
                 Step::Sent { is_open: false } => {
                     // Why, is heard from the other half; where that says nothing, the stream has ended all the same.
@@ -271,7 +277,7 @@ impl<'a> Serving<'a> {
     }
 
     /// Says that the agent stops on purpose, and waits until that was read.
-    async fn goodbye(self) -> Ended {
+    pub(super) async fn goodbye(self) {
         let goodbye = AgentMessage::Goodbye(Goodbye {
             reason: "the agent was told to stop".to_owned(),
             engines_stay: self.session.engines_stay.load(Ordering::Relaxed),
@@ -302,7 +308,6 @@ impl<'a> Serving<'a> {
             tracing::warn!("the server did not take the goodbye");
         }
         drop(dialled);
-        Ended::Stopped
     }
 }
 

@@ -24,6 +24,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::{DrainFlag, Ended, InventorySource, Session, SessionOptions, ShardChanges, ShardHost};
 
+mod tls;
+
 /// No test waits for longer; none waits for less than the event that it waits for.
 const PATIENCE: Duration = Duration::from_secs(30);
 const INVENTORY: &str = include_str!("../../../tests/recordings/inventory/two-gpus.json");
@@ -259,6 +261,8 @@ impl Held {
 fn session(address: SocketAddr, node: &Arc<Node>, keep_alive: KeepAlive) -> Arc<Session> {
     let options = SessionOptions {
         server: format!("http://{address}").parse().unwrap(),
+        tls: None,
+        look_every: PATIENCE,
         node: "gpu-01".to_owned(),
         advertise: None,
         ports: PortRange {
