@@ -10,9 +10,7 @@ use std::fs;
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use fake_engine::authority::{Authority, Issued, Leaf, Use, write};
 use llmgw_proto::convert::Framed;
@@ -478,13 +476,12 @@ fn a_fleet_over_tls_serves_and_nobody_else_speaks_for_its_nodes() {
             panic!("{word:?}");
         };
         assert!(refusal.message.starts_with(said), "{refusal}");
-        let log = fleet.said("server");
-        let line = log.lines().find(|line| line.contains(said));
-        let line = line.unwrap_or_else(|| panic!("{said}: {log}"));
-        assert!(
-            line.contains("127.0.0.1:") && line.contains("claimed node `n1`"),
-            "{line}"
-        );
+        fleet.until(said, |fleet| {
+            fleet.said("server").lines().any(|line| {
+                let all = [said, "127.0.0.1:", "claimed node `n1`"];
+                all.iter().all(|part| line.contains(part))
+            })
+        });
     }
 
     // As an agent, with another state directory.

@@ -28,7 +28,7 @@ use crate::wire;
 use crate::wire::error::WireError;
 use crate::wire::fleet_client::FleetClient;
 use crate::wire::fleet_server::{Fleet, FleetServer};
-use crate::wire::shape::MESSAGE_MAX_BYTES;
+pub use crate::wire::shape::MESSAGE_MAX_BYTES;
 
 /// Calls at once on a connection; one is a session.
 const CALLS_MAX: u32 = 4;
@@ -48,6 +48,11 @@ pub struct KeepAlive {
 
 /// What a server does with a session. One per connection.
 pub trait Host: Send + Sync + 'static {
+    /// How much of one message is taken in, before it is looked at.
+    fn message_max_bytes(&self) -> usize {
+        MESSAGE_MAX_BYTES
+    }
+
     /// An agent opened a session. What the receiver yields goes down to it; its end is the end of the session.
     ///
     /// # Errors
@@ -160,8 +165,9 @@ where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     H: Host,
 {
+    let message_max_bytes = host.message_max_bytes();
     let fleet = FleetServer::new(Served(host))
-        .max_decoding_message_size(MESSAGE_MAX_BYTES)
+        .max_decoding_message_size(message_max_bytes)
         .max_encoding_message_size(MESSAGE_MAX_BYTES);
     hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())

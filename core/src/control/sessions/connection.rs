@@ -28,6 +28,8 @@ use crate::control::observed::NodeEvent;
 const LAST_WORDS_MAX: Duration = Duration::from_millis(500);
 /// A node's id is a name in certificates and in commands.
 const NODE_ID_MAX_BYTES: usize = 64;
+/// Of somebody who can't be let in, whatever they claim: enough for a registration, which says what they claim.
+const STRANGERS_MESSAGE_MAX_BYTES: usize = 256 << 10;
 
 /// What all connections need.
 pub(super) struct Shared {
@@ -107,6 +109,13 @@ async fn silence(accepted: &CancellationToken, patience: Duration) {
 }
 
 impl Host for Connection {
+    fn message_max_bytes(&self) -> usize {
+        match self.shared.gate.may_be_any(&self.peer) {
+            Ok(()) => link::MESSAGE_MAX_BYTES,
+            Err(_) => STRANGERS_MESSAGE_MAX_BYTES,
+        }
+    }
+
     fn session(
         &self,
         heard: Hearing<AgentMessage>,
@@ -184,6 +193,19 @@ impl Session {
 
     /// The first words, if they are what they have to be and come from whom they claim.
     fn registration(&self, first: Heard<AgentMessage>) -> Result<Box<Register>, NotThem> {
+        let gate = &self.shared.gate;
+        match self.claim(first) {
+            Ok(register) => {
+                gate.may_be(&self.peer, &register.node)?;
+                Ok(register)
+            }
+            // What a stranger's words lack is not for a stranger to know.
+            Err(malformed) => Err(gate.may_be_any(&self.peer).err().unwrap_or(malformed)),
+        }
+    }
+
+    /// The first words, if they are a registration.
+    fn claim(&self, first: Heard<AgentMessage>) -> Result<Box<Register>, NotThem> {
         let malformed = |message: String| self.malformed("", message);
         let register = match first {
             Heard::Message(Framed {
@@ -208,7 +230,6 @@ impl Session {
             );
             return Err(malformed(message));
         }
-        self.shared.gate.may_be(&self.peer, &register.node)?;
         Ok(register)
     }
 

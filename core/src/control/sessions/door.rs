@@ -114,6 +114,22 @@ impl Gate {
     /// # Errors
     /// What it showed and what it would have had to show.
     pub(super) fn may_be(&self, peer: &Peer, claimed: &str) -> Result<(), NotThem> {
+        self.judge(peer, Some(claimed))
+    }
+
+    /// Whether there is a node at all that it could speak for.
+    ///
+    /// # Errors
+    /// As [`may_be`](Gate::may_be).
+    pub(super) fn may_be_any(&self, peer: &Peer) -> Result<(), NotThem> {
+        self.judge(peer, None)
+    }
+
+    fn judge(&self, peer: &Peer, claimed: Option<&str>) -> Result<(), NotThem> {
+        let is_claimed = |certificate: &Certificate| {
+            let name = certificate.common_name.as_deref();
+            claimed.is_none_or(|claimed| name == Some(claimed))
+        };
         let shown = match &self.door {
             Door::Plain => Shown::Nothing,
             Door::Tls(tls) => tls.judge_again(&peer.showing),
@@ -122,9 +138,7 @@ impl Gate {
             Shown::Known(certificate) if self.is_denied(&certificate.serial) => {
                 IdentityProblem::Revoked(certificate)
             }
-            Shown::Known(certificate) if certificate.common_name.as_deref() == Some(claimed) => {
-                return Ok(());
-            }
+            Shown::Known(certificate) if is_claimed(certificate) => return Ok(()),
             Shown::Known(certificate) => IdentityProblem::OtherName(certificate),
             Shown::Refused { why, certificate } => IdentityProblem::Refused(certificate, why),
             Shown::Nothing if self.require_identity => IdentityProblem::NothingShown,
@@ -134,9 +148,9 @@ impl Gate {
             kind: problem.kind(),
             refusal: Refusal {
                 code: RefusalCode::Identity,
-                message: problem.sentence(claimed),
+                message: problem.sentence(claimed.unwrap_or("ID")),
                 certificate: peer.name(),
-                claimed: claimed.to_owned(),
+                claimed: claimed.unwrap_or_default().to_owned(),
             },
         })
     }

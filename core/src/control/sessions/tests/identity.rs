@@ -11,8 +11,8 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::{
     Agent, AgentMessage, Arc, AsyncReadExt, AsyncWriteExt, Cause, Door, Goodbye, Heartbeat,
-    NodeState, RefusalCode, Server, ServerMessage, SessionsOptions, ShardState, TcpStream, quiet,
-    read_to_the_end, register, status,
+    NodeState, RefusalCode, Server, ServerMessage, SessionsOptions, ShardReport, ShardState,
+    TcpStream, Told, quiet, read_to_the_end, register, spec, status,
 };
 
 fn identity(issued: &Issued) -> Identity {
@@ -191,14 +191,14 @@ async fn who_is_not_the_node_neither_registers_nor_reports_nor_takes_its_session
         (
             None,
             beats,
-            RefusalCode::Malformed,
-            "it began with `heartbeat`",
+            RefusalCode::Identity,
+            "no certificate was shown",
         ),
         (
             None,
             status("m/0/0", ShardState::Ready, 1),
-            RefusalCode::Malformed,
-            "it began with `shard_status`",
+            RefusalCode::Identity,
+            "no certificate was shown",
         ),
     ] {
         let refusal = guarded.refusal(shown.as_ref(), first).await;
@@ -217,6 +217,39 @@ async fn who_is_not_the_node_neither_registers_nor_reports_nor_takes_its_session
         .await;
     assert_eq!(observed.nodes["n1"].session, Some(agent.session));
     assert_eq!(observed.nodes.len(), 1);
+}
+
+#[tokio::test]
+async fn a_stranger_is_not_listened_to_for_long() {
+    let guarded = Guarded::start().await;
+    let big = |node| {
+        let AgentMessage::Register(mut register) = register(node) else {
+            panic!("it is a registration");
+        };
+        register.inventory = Told::Unreadable(String::new());
+        let spec = spec("m/0/0", vec!["x".repeat(30_000); 10]);
+        let AgentMessage::ShardStatus(report) = status("m/0/0", ShardState::Ready, 1) else {
+            panic!("it is a report");
+        };
+        let report = ShardReport {
+            spec: Some(spec),
+            ..*report
+        };
+        register.shards = vec![report];
+        AgentMessage::Register(register)
+    };
+    let refusal = guarded.refusal(None, big("n1")).await;
+    assert_eq!(
+        (refusal.code, refusal.claimed.as_str()),
+        (RefusalCode::Identity, "")
+    );
+    // Whoever is known may say as much.
+    let issued = guarded.authority.agent("n1");
+    let mut agent = guarded.dial(Some(&issued), big("n1")).await;
+    assert!(matches!(
+        agent.hear().await.message,
+        ServerMessage::Welcome(_)
+    ));
 }
 
 #[tokio::test]
