@@ -5,6 +5,8 @@
 
 #[path = "harness/crowd.rs"]
 mod crowd;
+#[path = "harness/dice.rs"]
+mod dice;
 mod harness;
 #[path = "harness/more.rs"]
 mod more;
@@ -14,7 +16,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use fake_engine::process::{Process, beside_this_test};
@@ -25,6 +27,7 @@ use sha2::{Digest, Sha256};
 use tokio::runtime::Runtime;
 
 use crowd::{Door, Got};
+use dice::Dice;
 use harness::{Gateway, PATIENCE, Setup};
 use more::{chat_of, records};
 
@@ -131,27 +134,6 @@ const ROUTINGS: [&str; 2] = [
     "local M = { api = 1 }\nfunction M.rank(request, replicas)\n  return #replicas\nend\nreturn M\n",
     "local M = { api = 1 }\nfunction M.weights(pool)\n  return { affinity_min = 1 }\nend\nreturn M\n",
 ];
-
-/// Numbers that only depend on a seed (splitmix64).
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.roll() % end
-    }
-
-    fn one_of<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len() as u64) as usize]
-    }
-}
 
 /// One engine's process, which comes back to the same address.
 struct Site {
@@ -384,10 +366,6 @@ async fn client(door: Arc<Door>, stop: Arc<AtomicBool>, number: u64, seed: u64) 
     seen
 }
 
-fn number_of(name: &str, default: impl FnOnce() -> u64) -> u64 {
-    std::env::var(name).map_or_else(|_| default(), |text| text.parse().unwrap())
-}
-
 /// The disturbances, until the time is over.
 fn disturb_for(time: Duration, gateway: &Gateway, sites: &mut [Site], dice: &mut Dice) {
     let began = Instant::now();
@@ -556,10 +534,7 @@ fn serves_again(gateway: &Gateway, door: &Arc<Door>, runtime: &Runtime) {
 
 #[test]
 fn every_request_ends_in_an_allowed_way_and_nothing_is_left_whatever_happens_meanwhile() {
-    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
-    let seed = number_of("LLMGW_CHAOS_SEED", now);
-    let time = Duration::from_secs(number_of("LLMGW_CHAOS_SECONDS", || SECONDS));
-    println!("LLMGW_CHAOS_SEED={seed}");
+    let (seed, time) = dice::seed_and_time(SECONDS);
     let mut sites: Vec<Site> = ENGINES.into_iter().map(Site::new).collect();
     let gateway = whole(&sites).start();
     gateway.ready("fake", ENGINES.len());

@@ -24,10 +24,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn hosts(nodes: &'static [&'static str], timing: &'static str, replicas: usize) -> Fleet {
     let mut fleet = Fleet::of(Plan {
         nodes,
-        timing,
-        program: Program::Fake,
         net: Some(Net::new(SERVER + 1 + nodes.len())),
-        has_gpus: false,
+        has_tls: true,
+        ..Plan::new(timing, Program::Fake)
     });
     fleet.declare(&models(&[("fake", replicas)]));
     fleet.ready(replicas);

@@ -13,7 +13,7 @@ mod stand_in;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -24,7 +24,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use self::net::Net;
+use self::net::{Net, PORTS_IN_A_ROW_MAX, free_ports};
 pub use self::stand_in::Program;
 use super::harness::{Answer, Client, End, chat};
 
@@ -37,11 +37,6 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 pub const NODES: [&str; 2] = ["n1", "n2"];
 /// The server's host in a [`Net`]; the nodes' follow.
 pub const SERVER: usize = 0;
-/// Ports of a node, for its engines.
-const NODE_PORTS: u16 = 10;
-/// Below those that the system hands out by itself.
-const PORTS_FIRST: u16 = 20_000;
-const PORTS: u32 = 12_000;
 
 /// Running processes, all ended when dropped; their directory goes with them.
 pub struct Fleet {
@@ -234,8 +229,8 @@ impl Fleet {
     }
 
     fn configure_agent(&self, node: &str, program: &Program) {
-        let first = free_ports(NODE_PORTS);
-        let last = first + NODE_PORTS - 1;
+        let first = free_ports(PORTS_IN_A_ROW_MAX);
+        let last = first + PORTS_IN_A_ROW_MAX - 1;
         let tls = match &self.authority {
             Some(_) => format!("tls: {{ca: ca.pem, cert: {node}.pem, key: {node}-key.pem}}\n"),
             None => String::new(),
@@ -304,6 +299,14 @@ impl Fleet {
 
     pub fn kill_agent(&mut self, node: &str) {
         end(&mut self.agents.remove(node).unwrap());
+    }
+
+    pub fn has_server(&self) -> bool {
+        self.server.is_some()
+    }
+
+    pub fn has_agent(&self, node: &str) -> bool {
+        self.agents.contains_key(node)
     }
 
     pub fn signal_agent(&self, node: &str, signal: Signal) {
@@ -379,6 +382,10 @@ impl Fleet {
 
     pub fn metrics(&self) -> String {
         self.admin("GET", "/metrics").text()
+    }
+
+    pub fn admin_post(&self, path: &str) -> Answer {
+        self.admin("POST", path)
     }
 
     fn admin(&self, method: &str, path: &str) -> Answer {
@@ -470,7 +477,11 @@ impl Fleet {
     pub fn story(&self) -> String {
         let mut story = format!("engines {:#?}\n", self.starts());
         for name in ["server"].iter().chain(self.nodes) {
-            let _ = write!(story, "\n{name}:\n{}", self.said(name));
+            let earlier = (1..).map(|number| self.dir.join(format!("{name}.log.{number}")));
+            let earlier = earlier.map_while(|log| fs::read_to_string(log).ok());
+            for said in earlier.chain([self.said(name)]) {
+                let _ = write!(story, "\n{name}:\n{said}");
+            }
         }
         story
     }
@@ -501,7 +512,7 @@ impl Fleet {
 
     // Clients.
 
-    /// Where they connect.
+    /// Where clients connect, on the server's host.
     pub fn clients(&self) -> SocketAddr {
         self.addresses[0]
     }
@@ -569,21 +580,6 @@ pub fn models(models: &[(&str, usize)]) -> String {
         );
     }
     yaml
-}
-
-/// The first of so many ports in a row, free a moment ago and not given to anybody else here.
-fn free_ports(count: u16) -> u16 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    for _ in 0..PORTS / u32::from(NODE_PORTS) {
-        let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(31);
-        let row = number % (PORTS / u32::from(NODE_PORTS));
-        let first = PORTS_FIRST + u16::try_from(row).unwrap() * NODE_PORTS;
-        let mut ports = first..first + count;
-        if ports.all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()) {
-            return first;
-        }
-    }
-    panic!("no ports are free");
 }
 
 fn llmgw() -> Command {

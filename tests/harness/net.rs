@@ -9,9 +9,10 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
 use std::os::fd::AsRawFd;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use nix::sched::{CloneFlags, setns, unshare};
 
@@ -19,6 +20,12 @@ use nix::sched::{CloneFlags, setns, unshare};
 const INSIDE: &str = "LLMGW_TEST_IN_NAMESPACE";
 /// Names within the switch's namespace, which nobody else sees.
 const BRIDGE: &str = "switch";
+
+/// Ports of one node, for its engines, or of a server.
+pub const PORTS_IN_A_ROW_MAX: u16 = 10;
+/// Below those that the system hands out by itself.
+const PORTS_FIRST: u16 = 20_000;
+const PORTS: u32 = 12_000;
 
 /// A switch and its hosts.
 pub struct Net {
@@ -154,6 +161,21 @@ impl Net {
         let port = port(host);
         self.switch.ip(&format!("link set {port} {to}")).unwrap();
     }
+}
+
+/// The first of so many ports in a row, free a moment ago and not given to anybody else here.
+pub fn free_ports(count: u16) -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    for _ in 0..PORTS / u32::from(PORTS_IN_A_ROW_MAX) {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(31);
+        let row = number % (PORTS / u32::from(PORTS_IN_A_ROW_MAX));
+        let first = PORTS_FIRST + u16::try_from(row).unwrap() * PORTS_IN_A_ROW_MAX;
+        let mut ports = first..first + count;
+        if ports.all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()) {
+            return first;
+        }
+    }
+    panic!("no ports are free");
 }
 
 /// The TCP ports on which somebody listens, on the host where this is called.

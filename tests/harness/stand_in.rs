@@ -43,7 +43,7 @@ fn script(program: &Program, engine: &str, node: &str, dir: &Path) -> String {
             let fake = Path::new(env!("CARGO_BIN_EXE_llmgw")).with_file_name("fake-engine");
             format!(
                 "exec {fake:?} --kind {engine} --model \"$name\" --listen \"$host:$port\" --slots \"${{slots:-4}}\" \
-                 --api-key \"$LLAMA_API_KEY$VLLM_API_KEY\""
+                 --api-key \"$LLAMA_API_KEY$VLLM_API_KEY\" $FAKE_ENGINE"
             )
         }
         Program::Real(path) => format!("exec {path:?} \"$@\""),
@@ -64,9 +64,13 @@ fn nvidia_smi(gpus: &Path, topo: &Path) -> String {
         .split(',')
         .map(|field| format!("\\\"{field}\\\"\\n"))
         .collect();
+    let invalid = "echo 'Invalid combination of input arguments.'; exit 2";
     format!(
-        "#!/bin/sh\ncase \"$1\" in\n--query-gpu={FIELDS}) cat {gpus:?} ;;\n--help-query-gpu) printf \"{help}\" ;;\n\
-         --query-compute-apps=*) ;;\ntopo) cat {topo:?} ;;\n*) echo 'Invalid combination of input arguments.'; exit 2 ;;\nesac\n"
+        "#!/bin/sh\nfields='{FIELDS}'\ncase \"$1\" in\n--query-gpu=$fields) cat {gpus:?} ;;\n\
+         --query-gpu=*)\n  for field in $(echo \"$1\" | sed 's/.*=//; s/,/ /g'); do\n    case \",$fields,\" in\n    *,$field,*) ;;\n    \
+         *) echo \"Field \\\"$field\\\" is not a valid field to query.\"; exit 2 ;;\n    esac\n  done\n  exit 2 ;;\n\
+         --help-query-gpu) printf \"{help}\" ;;\n--query-compute-apps=*) ;;\n\
+         topo) case \"$2\" in -m) cat {topo:?} ;; *) {invalid} ;; esac ;;\n*) {invalid} ;;\nesac\n"
     )
 }
 
