@@ -1,19 +1,15 @@
 //! Hot reload: notices that the file changed, reads it whole, and hands over the new configuration or what is wrong with it.
 //!
-//! The parent directory is watched, because editors replace files and a watch on the file itself then hears nothing more.
-//! An event is only a hint: what counts is whether the text differs. The file is read again now and then without any hint,
-//! for file systems that send none and for directories that were themselves replaced.
+//! When to look says [`Hints`]; what counts is whether the text differs.
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 
-use notify::{RecommendedWatcher, RecursiveMode, Watcher};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::{Config, ConfigErrors, KIND, parse, yaml};
+use crate::hints::Hints;
 
 /// Follows one configuration file.
 pub struct ConfigWatch {
@@ -22,16 +18,8 @@ pub struct ConfigWatch {
     seen: Option<[u8; 32]>,
     /// The last failure to read, so that it is said once.
     unreadable: Option<ConfigErrors>,
-    /// How long the directory must be quiet before the file is read.
-    quiet: Duration,
-    /// How often the file is read without a hint.
-    reread: Duration,
+    hints: Hints,
 }
-
-const QUIET: Duration = Duration::from_millis(150);
-/// A directory that is never quiet does not put off a reload for longer.
-const QUIET_MAX: Duration = Duration::from_millis(600);
-const REREAD: Duration = Duration::from_secs(10);
 
 impl ConfigWatch {
     /// Follows the file that `loaded` came from, and takes `loaded` as known.
@@ -40,8 +28,7 @@ impl ConfigWatch {
             path: loaded.source.clone(),
             seen: Some(loaded.digest()),
             unreadable: None,
-            quiet: QUIET,
-            reread: REREAD,
+            hints: Hints::new("the configuration"),
         }
     }
 
@@ -51,18 +38,8 @@ impl ConfigWatch {
         stop: CancellationToken,
         changed: mpsc::Sender<Result<Config, ConfigErrors>>,
     ) {
-        // One hint is as good as many, so more are dropped.
-        let (hint, mut hints) = mpsc::channel(1);
-        let directory = parent(&self.path);
-        let mut watcher = notify::recommended_watcher(move |_| {
-            let _ = hint.try_send(());
-        })
-        .inspect_err(
-            |error| tracing::warn!(%error, "the configuration is only read again every {REREAD:?}"),
-        )
-        .ok();
         loop {
-            watch_directory(&mut watcher, &directory);
+            self.hints.watch([&*self.path]);
             // Also before the first wait: the file may have changed since it was loaded.
             if let Some(outcome) = self.reread_file().await
                 && changed.send(outcome).await.is_err()
@@ -72,8 +49,7 @@ impl ConfigWatch {
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = changed.closed() => return,
-                Some(()) = hints.recv() => settle(&mut hints, self.quiet).await,
-                () = sleep(self.reread) => {}
+                () = self.hints.next() => {}
             }
         }
     }
@@ -106,38 +82,11 @@ impl ConfigWatch {
     }
 }
 
-/// Watching again what is watched already costs nothing, and finds a directory that was replaced.
-fn watch_directory(watcher: &mut Option<RecommendedWatcher>, directory: &Path) {
-    let Some(watcher) = watcher else { return };
-    if let Err(error) = watcher.watch(directory, RecursiveMode::NonRecursive) {
-        tracing::debug!(%error, "the directory of the configuration cannot be watched");
-    }
-}
-
-/// Waits until the directory is quiet, so that a file is not read half written.
-async fn settle(hints: &mut mpsc::Receiver<()>, quiet: Duration) {
-    let latest = Instant::now() + QUIET_MAX;
-    loop {
-        let until = (Instant::now() + quiet).min(latest);
-        match timeout_at(until, hints.recv()).await {
-            Ok(Some(())) if Instant::now() < latest => {}
-            Ok(None) => return sleep_until(until).await,
-            _ => return,
-        }
-    }
-}
-
-fn parent(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::Duration;
 
     use super::super::load;
     use super::*;
@@ -198,7 +147,7 @@ mod tests {
         let directory = Directory::new();
         let path = directory.write(&text(1));
         let mut watch = ConfigWatch::new(&load(&path).unwrap());
-        watch.reread = HOUR;
+        watch.hints.reread = HOUR;
         let (mut changes, stop) = follow(watch);
         directory.write(&text(2));
         assert_eq!(next(&mut changes).await.unwrap().listen.address.port(), 2);
@@ -226,7 +175,7 @@ mod tests {
         let path = directory.write(&text(1));
         let mut watch = ConfigWatch::new(&load(&path).unwrap());
         directory.write(&text(2));
-        watch.reread = HOUR;
+        watch.hints.reread = HOUR;
         let (mut changes, _stop) = follow(watch);
         assert_eq!(next(&mut changes).await.unwrap().listen.address.port(), 2);
     }
@@ -236,7 +185,7 @@ mod tests {
         let directory = Directory::new();
         let path = directory.write(&text(1));
         let mut watch = ConfigWatch::new(&load(&path).unwrap());
-        watch.reread = Duration::from_millis(20);
+        watch.hints.reread = Duration::from_millis(20);
         let (mut changes, _stop) = follow(watch);
         fs::remove_file(&path).unwrap();
         assert_eq!(
