@@ -1,6 +1,7 @@
 //! A small HTTP client for the admin address: one request, one connection, JSON in the answer.
 
 use std::fmt;
+use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -9,26 +10,35 @@ use http::{Method, Request, StatusCode, Uri};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use llmgw_proto::identity::FileProblem;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+
+use super::trust::{Authority, NotTrusted};
 
 const CONNECT_TIMEOUT_MS: u64 = 5000;
 /// For the whole exchange; a reload checks and tests a whole policy set.
 const ANSWER_TIMEOUT_MS: u64 = 60_000;
 const ANSWER_MAX_BYTES: usize = 64 << 20;
 const DEFAULT_PORT: u16 = 80;
+const DEFAULT_TLS_PORT: u16 = 443;
+/// Of an answer that is no JSON, so much is repeated.
+const SHOWN_MAX_CHARS: usize = 120;
 
 /// The admin address of a server.
 pub struct Admin {
     url: String,
     host: String,
     port: u16,
-    /// As it goes into the `host` header.
-    authority: String,
+    /// With the port, as it goes into the `host` header.
+    named: String,
     /// Before every path, without a slash at its end.
     prefix: String,
     token: Option<String>,
+    /// None: http.
+    authority: Option<Authority>,
 }
 
 /// Why there is no answer.
@@ -38,6 +48,10 @@ pub enum ClientError {
     Url { url: String, reason: String },
     /// The token cannot be sent in a header.
     Token,
+    /// The file of the authority can't be used.
+    Authority(FileProblem),
+    /// Whoever answers there is not to be talked to, or can't be over TLS.
+    Tls { url: String, problem: NotTrusted },
     /// No connection, or none that answered.
     Unreachable { url: String, reason: String },
     /// An answer that is an error.
@@ -54,8 +68,9 @@ pub enum ClientError {
 impl ClientError {
     pub fn exit_status(&self) -> u8 {
         match self {
-            ClientError::Url { .. } | ClientError::Token => 2,
+            ClientError::Url { .. } | ClientError::Token | ClientError::Authority(_) => 2,
             ClientError::Unreachable { .. }
+            | ClientError::Tls { .. }
             | ClientError::Refused { .. }
             | ClientError::NotAdmin { .. } => 3,
         }
@@ -74,6 +89,8 @@ impl fmt::Display for ClientError {
             ClientError::Token => {
                 f.write_str("the token holds characters that cannot be sent in a header")
             }
+            ClientError::Authority(problem) => write!(f, "the authority of --ca: {problem}"),
+            ClientError::Tls { url, problem } => write!(f, "{url}: {problem}"),
             ClientError::Unreachable { url, reason } => write!(
                 f,
                 "cannot reach {url}: {reason}\n\
@@ -108,8 +125,9 @@ impl fmt::Display for ClientError {
 }
 
 impl Admin {
-    /// `url` is `http://HOST:PORT`, or `HOST:PORT`.
-    pub fn new(url: &str, token: Option<&str>) -> Result<Admin, ClientError> {
+    /// `url` is `http://HOST:PORT` or `https://HOST:PORT`; without a scheme it is https where there is an authority, `ca`,
+    /// whose word a server needs.
+    pub fn new(url: &str, token: Option<&str>, ca: Option<&Path>) -> Result<Admin, ClientError> {
         let refuse = |reason: &str| ClientError::Url {
             url: url.to_owned(),
             reason: reason.to_owned(),
@@ -117,25 +135,33 @@ impl Admin {
         let full = if url.contains("://") {
             url.to_owned()
         } else {
-            format!("http://{url}")
+            let scheme = if ca.is_some() { "https" } else { "http" };
+            format!("{scheme}://{url}")
         };
         let uri: Uri = full
             .parse()
             .map_err(|error: http::uri::InvalidUri| refuse(&error.to_string()))?;
-        match uri.scheme_str() {
-            Some("http") => {}
-            Some("https") => return Err(refuse("https is not supported by ctl yet")),
-            _ => return Err(refuse("the scheme is not http")),
-        }
-        let authority = uri.authority().ok_or_else(|| refuse("it names no host"))?;
-        let host = authority
-            .host()
-            .trim_start_matches('[')
-            .trim_end_matches(']');
+        let authority = match (uri.scheme_str(), ca) {
+            (Some("http"), None) => None,
+            (Some("http"), Some(_)) => {
+                return Err(refuse(
+                    "an authority is given (--ca, LLMGW_ADMIN_CA), and http would not ask for its word; write https://",
+                ));
+            }
+            (Some("https"), Some(ca)) => Some(Authority::load(ca).map_err(ClientError::Authority)?),
+            (Some("https"), None) => {
+                return Err(refuse(
+                    "https needs the authority that issued the server's certificate: give its file with --ca FILE or LLMGW_ADMIN_CA",
+                ));
+            }
+            _ => return Err(refuse("the scheme is neither http nor https")),
+        };
+        let named = uri.authority().ok_or_else(|| refuse("it names no host"))?;
+        let host = named.host().trim_start_matches('[').trim_end_matches(']');
         if host.is_empty() {
             return Err(refuse("it names no host"));
         }
-        if authority.as_str().contains('@') {
+        if named.as_str().contains('@') {
             return Err(refuse(
                 "a password in it is not supported, a token goes into LLMGW_ADMIN_TOKEN",
             ));
@@ -143,10 +169,14 @@ impl Admin {
         Ok(Admin {
             url: full.trim_end_matches('/').to_owned(),
             host: host.to_owned(),
-            port: authority.port_u16().unwrap_or(DEFAULT_PORT),
-            authority: authority.to_string(),
+            port: named.port_u16().unwrap_or(match authority {
+                Some(_) => DEFAULT_TLS_PORT,
+                None => DEFAULT_PORT,
+            }),
+            named: named.to_string(),
             prefix: uri.path().trim_end_matches('/').to_owned(),
             token: token.filter(|token| !token.is_empty()).map(str::to_owned),
+            authority,
         })
     }
 
@@ -170,10 +200,18 @@ impl Admin {
                     );
                 }
             };
-        let answer = tokio::time::timeout(
-            Duration::from_millis(ANSWER_TIMEOUT_MS),
-            self.exchange(stream, request),
-        );
+        let exchange = async {
+            let Some(authority) = &self.authority else {
+                return self.exchange(stream, request).await;
+            };
+            let shaken = authority.shake(stream, &self.host).await;
+            let stream = shaken.map_err(|problem| ClientError::Tls {
+                url: self.url.clone(),
+                problem,
+            })?;
+            self.exchange(stream, request).await
+        };
+        let answer = tokio::time::timeout(Duration::from_millis(ANSWER_TIMEOUT_MS), exchange);
         let (status, body) = answer
             .await
             .map_err(|_| self.unreachable(format!("no answer within {ANSWER_TIMEOUT_MS} ms")))??;
@@ -184,7 +222,7 @@ impl Admin {
         let mut request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.prefix))
-            .header(HOST, &self.authority)
+            .header(HOST, &self.named)
             .header(ACCEPT, "application/json");
         if let Some(token) = &self.token {
             request = request.header(AUTHORIZATION, format!("Bearer {token}"));
@@ -195,7 +233,7 @@ impl Admin {
 
     async fn exchange(
         &self,
-        stream: TcpStream,
+        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
         request: Request<Empty<Bytes>>,
     ) -> Result<(StatusCode, Bytes), ClientError> {
         let not_http = |error: hyper::Error| ClientError::NotAdmin {
@@ -251,7 +289,10 @@ impl Admin {
             },
             None => ClientError::NotAdmin {
                 url: self.url.clone(),
-                reason: format!("status {status} without a reason"),
+                reason: match first_line(body) {
+                    line if line.is_empty() => format!("status {status} without a reason"),
+                    line => format!("status {status}, `{line}`"),
+                },
             },
         })
     }
@@ -262,6 +303,16 @@ impl Admin {
             reason: reason.to_string(),
         }
     }
+}
+
+/// What an answer that is no JSON begins with.
+fn first_line(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(body);
+    let line = text.lines().next().unwrap_or_default();
+    super::table::plain(line)
+        .chars()
+        .take(SHOWN_MAX_CHARS)
+        .collect()
 }
 
 /// Reads an answer as the type that it should be.

@@ -10,9 +10,11 @@ mod key;
 mod policies;
 mod show;
 pub(crate) mod table;
+mod trust;
 
 use std::fmt;
 use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -50,6 +52,9 @@ pub struct CtlArgs {
         value_name = "TOKEN"
     )]
     pub token: Option<String>,
+    /// The authority (PEM) that issued the certificate of the admin address, which is then dialled over https.
+    #[arg(long, global = true, env = "LLMGW_ADMIN_CA", value_name = "FILE")]
+    pub ca: Option<PathBuf>,
     #[arg(
         long,
         global = true,
@@ -209,11 +214,11 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
         CtlCommand::Policies {
             change: Some(change),
         } => {
-            let admin = Admin::new(&args.admin, args.token.as_deref())?;
+            let admin = admin(args)?;
             return policies::change(&admin, *change, args.format, out).await;
         }
         CtlCommand::Fleet(command) => {
-            let admin = Admin::new(&args.admin, args.token.as_deref())?;
+            let admin = admin(args)?;
             return fleet::run(&admin, command, args.format, out).await;
         }
         CtlCommand::Replicas => return replicas(args, out).await,
@@ -221,9 +226,15 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
         CtlCommand::Status { watch: false } | CtlCommand::Models => "/v1/status",
         CtlCommand::Policies { change: None } => "/v1/policies",
     };
-    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    let admin = admin(args)?;
     let answer = admin.get(path).await?;
     print(args, answer, out)
+}
+
+fn admin(args: &CtlArgs) -> Result<Admin, ClientError> {
+    // An empty variable is one that is not set.
+    let ca = args.ca.as_deref().filter(|ca| !ca.as_os_str().is_empty());
+    Admin::new(&args.admin, args.token.as_deref(), ca)
 }
 
 /// Prints what the server said about what was asked for.
@@ -249,7 +260,7 @@ fn print(args: &CtlArgs, answer: Value, out: &mut dyn Write) -> Result<(), CtlEr
 
 /// Shows the replicas in the pools, and those that the server started.
 async fn replicas(args: &CtlArgs, out: &mut dyn Write) -> Result<(), CtlError> {
-    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    let admin = admin(args)?;
     let answer = admin.get("/v1/status").await?;
     let started = fleet::started(&admin).await?;
     if args.format == OutputFormat::Json {
@@ -265,7 +276,7 @@ async fn replicas(args: &CtlArgs, out: &mut dyn Write) -> Result<(), CtlError> {
 
 /// Shows the status again and again. Once it was shown, a server that is away is waited for.
 async fn watch(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<(), CtlError> {
-    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    let admin = admin(args)?;
     let mut answer = Ok(admin.get("/v1/status").await?);
     loop {
         if terminal && args.format == OutputFormat::Text {
@@ -287,7 +298,7 @@ async fn watch(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<()
 }
 
 async fn reload(args: &CtlArgs, confirm: bool, out: &mut dyn Write) -> Result<(), CtlError> {
-    let admin = Admin::new(&args.admin, args.token.as_deref())?;
+    let admin = admin(args)?;
     let path = match confirm {
         true => "/v1/reload?confirm",
         false => "/v1/reload",

@@ -1,6 +1,7 @@
 //! Commands against a real admin listener.
 
 use std::io::Write;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use clap::Parser;
@@ -114,7 +115,7 @@ async fn messages_name_the_address_and_the_way_out() {
         .local_addr()
         .unwrap()
         .to_string();
-    let refused = Admin::new(&address, None)
+    let refused = Admin::new(&address, None, None)
         .unwrap()
         .get("/v1/status")
         .await
@@ -124,7 +125,7 @@ async fn messages_name_the_address_and_the_way_out() {
         refused.contains(&address) && refused.contains("LLMGW_ADMIN_TOKEN"),
         "{refused}"
     );
-    let missing = Admin::new(&gone, None)
+    let missing = Admin::new(&gone, None, None)
         .unwrap()
         .get("/v1/status")
         .await
@@ -134,8 +135,30 @@ async fn messages_name_the_address_and_the_way_out() {
         missing.contains(&gone) && missing.contains("--admin URL"),
         "{missing}"
     );
-    let https = Admin::new("https://x", None).err().unwrap().to_string();
-    assert!(https.contains("not supported"), "{https}");
+    let ca = Path::new("/nonexistent/ca.pem");
+    for (url, ca, parts) in [
+        ("https://x", None, ["needs the authority", "LLMGW_ADMIN_CA"]),
+        (
+            "http://x",
+            Some(ca),
+            ["http would not ask for its word", "write https://"],
+        ),
+        (
+            "https://x",
+            Some(ca),
+            ["--ca: /nonexistent/ca.pem", "cannot be read"],
+        ),
+        (
+            "x:1",
+            Some(ca),
+            ["--ca: /nonexistent/ca.pem", "cannot be read"],
+        ),
+    ] {
+        let error = Admin::new(url, None, ca).err().unwrap();
+        assert_eq!(error.exit_status(), 2);
+        let said = error.to_string();
+        assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+    }
 }
 
 #[tokio::test]

@@ -51,7 +51,7 @@ pub enum ConnectProblem {
     Io(io::Error),
 }
 
-/// Does the handshake with a server over an open socket. `identity` is shown to it. The caller limits how long that takes.
+/// Does the handshake with a server for agents over an open socket. `identity` is shown to it. The caller limits how long that takes.
 ///
 /// # Errors
 /// Why the server is not to be talked to.
@@ -64,10 +64,27 @@ pub async fn connect<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
+    connect_speaking(ALPN, stream, host, trust, identity).await
+}
+
+/// [`connect`] for another protocol, by its ALPN name.
+///
+/// # Errors
+/// As [`connect`].
+pub async fn connect_speaking<S>(
+    protocol: &[u8],
+    stream: S,
+    host: &str,
+    trust: &Trust,
+    identity: Option<&Identity>,
+) -> Result<TlsStream<S>, ConnectProblem>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
     let name =
         ServerName::try_from(host.to_owned()).map_err(|_| ConnectProblem::NoHost(shown(host)))?;
     let judging = Arc::new(Judging::new(trust).map_err(ConnectProblem::Own)?);
-    let config = config(judging.clone(), trust, identity).map_err(ConnectProblem::Own)?;
+    let config = config(protocol, judging.clone(), trust, identity).map_err(ConnectProblem::Own)?;
     TlsConnector::from(Arc::new(config))
         .connect(name, stream)
         .await
@@ -75,6 +92,7 @@ where
 }
 
 fn config(
+    protocol: &[u8],
     judging: Arc<Judging>,
     trust: &Trust,
     identity: Option<&Identity>,
@@ -98,7 +116,7 @@ fn config(
         }
         None => builder.with_no_client_auth(),
     };
-    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.alpn_protocols = vec![protocol.to_vec()];
     config.resumption = Resumption::disabled();
     Ok(config)
 }
