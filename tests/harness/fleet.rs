@@ -394,6 +394,13 @@ impl Fleet {
         client.answer()
     }
 
+    /// The page of metrics.
+    pub fn metrics(&self) -> String {
+        let mut client = Client::new(self.addresses[1]);
+        client.request("GET", "/metrics", &[], b"");
+        client.answer().text()
+    }
+
     /// Empty: the server does not know it.
     pub fn node_state(&self, node: &str) -> String {
         let page = self.admin_get("/v1/nodes");

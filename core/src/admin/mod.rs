@@ -15,9 +15,9 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
+use crate::certificates::{Ends, Port};
 use crate::serve::reload::Confirmed;
 use crate::telemetry::metrics::Metrics;
 use status::StatusReport;
@@ -26,7 +26,7 @@ use status::StatusReport;
 pub const ADMIN_CONNECTIONS_MAX: usize = 256;
 /// A connection that sends no request for this long is closed.
 const HEADER_READ_TIMEOUT_MS: u64 = 10_000;
-const TLS_HANDSHAKE_TIMEOUT_MS: u64 = 5000;
+const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECTION_BUFFER_MAX_BYTES: usize = 64 << 10;
 /// Pause after an accept that failed (mostly: out of file descriptors), so that the loop doesn't spin.
 const ACCEPT_RETRY_MS: u64 = 50;
@@ -35,7 +35,9 @@ const ACCEPT_RETRY_MS: u64 = 50;
 pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 /// Describes the whole gateway as it is now.
 pub type Report = Arc<dyn Fn() -> StatusReport + Send + Sync>;
-/// Reloads configuration and policies; says what is in force now, or why nothing changed. May block.
+/// The certificates whose end is a number on the metrics page, as of now.
+pub type EndsNow = Arc<dyn Fn() -> Vec<Ends> + Send + Sync>;
+/// Reloads configuration, policies and certificates; says what is in force now, or why nothing changed. May block.
 pub type Reload = Arc<dyn Fn(Confirmed) -> Result<String, String> + Send + Sync>;
 
 /// What the admin listener shows and does.
@@ -45,6 +47,7 @@ pub struct Admin {
     pub report: Report,
     pub ready: Ready,
     pub reload: Reload,
+    pub ends: EndsNow,
     /// Asked for as a bearer token on every route but `/healthz` and `/readyz`.
     pub token: Option<String>,
     /// None: this server starts no replicas.
@@ -55,7 +58,7 @@ pub struct Admin {
 pub async fn serve(
     listener: TcpListener,
     admin: Arc<Admin>,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Arc<Port>>,
     stop: CancellationToken,
 ) {
     let permits = Arc::new(Semaphore::new(ADMIN_CONNECTIONS_MAX));
@@ -87,20 +90,15 @@ pub async fn serve(
 async fn serve_stream(
     stream: TcpStream,
     admin: Arc<Admin>,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Arc<Port>>,
     stop: CancellationToken,
 ) {
     let Some(tls) = tls else {
         return serve_connection(stream, admin, stop).await;
     };
-    let handshake = tokio::time::timeout(
-        Duration::from_millis(TLS_HANDSHAKE_TIMEOUT_MS),
-        tls.accept(stream),
-    );
-    match handshake.await {
-        Ok(Ok(stream)) => serve_connection(stream, admin, stop).await,
-        Ok(Err(error)) => tracing::debug!(%error, "TLS handshake failed on the admin listener"),
-        Err(_) => tracing::debug!("TLS handshake timed out on the admin listener"),
+    match tls.accept(stream, TLS_HANDSHAKE_TIMEOUT).await {
+        Ok(stream) => serve_connection(stream, admin, stop).await,
+        Err(error) => tracing::debug!(%error, "TLS handshake failed on the admin listener"),
     }
 }
 

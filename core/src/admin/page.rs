@@ -1,7 +1,8 @@
 //! The `/metrics` page: the counts of requests, and what is read from the live fleet at this scrape.
 //!
-//! A replica's series exist only while the replica does: nothing keeps them between two scrapes.
+//! A replica's series exist only while the replica does, and a node's while the node is known: nothing keeps them between two scrapes.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -10,15 +11,22 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::status::{BandStatus, ReplicaState, ReplicaStatus, StatusReport, TenantStatus};
+use crate::certificates::Ends;
 use crate::telemetry::exposition::{Labels, counters, gauges, page};
 use crate::telemetry::metrics::Metrics;
 
 /// Renders the page.
-pub fn metrics_page(metrics: Arc<Metrics>, report: StatusReport, policies: PolicyStatus) -> String {
+pub fn metrics_page(
+    metrics: Arc<Metrics>,
+    report: StatusReport,
+    policies: PolicyStatus,
+    ends: Vec<Ends>,
+) -> String {
     page(Scrape {
         metrics,
         report,
         policies,
+        ends,
     })
 }
 
@@ -27,6 +35,7 @@ struct Scrape {
     metrics: Arc<Metrics>,
     report: StatusReport,
     policies: PolicyStatus,
+    ends: Vec<Ends>,
 }
 
 impl fmt::Debug for Scrape {
@@ -40,7 +49,8 @@ impl Collector for Scrape {
         self.metrics.encode(&mut encoder)?;
         self.encode_replicas(&mut encoder)?;
         self.encode_bands(&mut encoder)?;
-        self.encode_policies(&mut encoder)
+        self.encode_policies(&mut encoder)?;
+        self.encode_certificates(&mut encoder)
     }
 }
 
@@ -212,13 +222,37 @@ impl Scrape {
             failures,
         )
     }
+
+    /// Of several authorities in one file, the one that ends first counts.
+    fn encode_certificates(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let mut first: BTreeMap<(&str, &str), i64> = BTreeMap::new();
+        for ends in &self.ends {
+            let end = ends.not_after.0;
+            let earliest = first
+                .entry((ends.owner.serves(), ends.owner.node()))
+                .or_insert(end);
+            *earliest = end.min(*earliest);
+        }
+        let rows = first
+            .into_iter()
+            .map(|((serves, node), end)| ([("use", serves), ("node", node)], end as f64));
+        gauges(
+            encoder,
+            "llmgw_certificate_expiry_timestamp_seconds",
+            "When a certificate ends, in seconds since 1970.",
+            rows.collect(),
+        )
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::admin::status::ModelStatus;
+    use crate::certificates::tests::{Make, NOW};
+    use crate::certificates::{Owner, Use};
     use crate::telemetry::exposition::tests::value;
+    use llmgw_proto::identity::moment::DAY_SECONDS;
 
     fn report(replicas: Vec<ReplicaStatus>) -> StatusReport {
         let model = ModelStatus {
@@ -246,9 +280,13 @@ mod tests {
     }
 
     fn scrape(metrics: &Arc<Metrics>, report: StatusReport) -> String {
+        scrape_with(metrics, report, Vec::new())
+    }
+
+    fn scrape_with(metrics: &Arc<Metrics>, report: StatusReport, ends: Vec<Ends>) -> String {
         let policies =
             llmgw_plugins::Policies::open(llmgw_plugins::PolicyOptions::default()).unwrap();
-        metrics_page(metrics.clone(), report, policies.status())
+        metrics_page(metrics.clone(), report, policies.status(), ends)
     }
 
     /// Every line is a comment or `name{label="value",…} number`.
@@ -317,6 +355,39 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("llmgw_requests_total{"), "{text}");
+    }
+
+    #[test]
+    fn each_certificate_has_its_end_and_of_several_authorities_the_first_counts() {
+        let ending = |owner: Owner, until_days| {
+            let make = Make {
+                until_days,
+                ..Make::default()
+            };
+            Ends::of(owner, &make.read())
+        };
+        let ca = || Owner::Trusted("ca.pem".into());
+        let ends = vec![
+            ending(Owner::Shown(Use::Agents, "server.pem".into()), 9),
+            ending(ca(), 30),
+            ending(ca(), 20),
+            ending(ca(), 40),
+            ending(Owner::Node("gpu-1".into()), -3),
+        ];
+        let page = scrape_with(&Arc::default(), report(Vec::new()), ends);
+        assert_parses(&page);
+        for (serves, node, days) in [
+            ("agents", "", 9),
+            ("agents_ca", "", 20),
+            ("node", "gpu-1", -3),
+        ] {
+            let name = "llmgw_certificate_expiry_timestamp_seconds";
+            let series = format!("{name}{{use=\"{serves}\",node=\"{node}\"}}");
+            let expected = (NOW.0 + days * DAY_SECONDS) as f64;
+            assert_eq!(value(&page, &series), Some(expected), "{page}");
+        }
+        let without = scrape(&Arc::default(), report(Vec::new()));
+        assert!(!without.contains("llmgw_certificate"), "{without}");
     }
 
     #[test]

@@ -147,7 +147,12 @@ async fn policy_status(admin: &Admin) -> PolicyStatus {
 }
 
 fn metrics(admin: &Admin, policies: PolicyStatus) -> Answer {
-    let text = metrics_page(admin.metrics.clone(), (admin.report)(), policies);
+    let text = metrics_page(
+        admin.metrics.clone(),
+        (admin.report)(),
+        policies,
+        (admin.ends)(),
+    );
     with_type(StatusCode::OK, exposition::CONTENT_TYPE, text.into())
 }
 

@@ -14,6 +14,8 @@ pub struct StatusReport {
     /// Of the policy set in force.
     pub generation: u64,
     pub listeners: Vec<ListenerStatus>,
+    /// Those that listeners show, and the authorities that they trust.
+    pub certificates: Vec<CertificateStatus>,
     pub config: ConfigStatus,
     /// In the order of the configuration.
     pub models: Vec<ModelStatus>,
@@ -29,6 +31,28 @@ pub struct ListenerStatus {
     pub name: String,
     pub address: String,
     pub tls: bool,
+}
+
+/// A certificate that is in force at a listener.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CertificateStatus {
+    /// `listen`, `admin`, `agents`; `agents_ca` for an authority.
+    #[serde(rename = "use")]
+    pub serves: String,
+    pub file: String,
+    pub subject: String,
+    /// The names and addresses that it is for.
+    pub hosts: Vec<String>,
+    pub serial: String,
+    pub fingerprint: String,
+    /// Seconds since the Unix epoch.
+    pub not_before_s: i64,
+    pub not_after_s: i64,
+    /// Whole days until it ends; negative once it has.
+    pub days_left: i64,
+    /// Why the files as they are now are not in force. None: they are.
+    pub problem: Option<String>,
 }
 
 /// The configuration in force.

@@ -61,6 +61,7 @@ async fn start(
                 _ => Err("llmgw.yaml:3: unknown key `modles`".to_owned()),
             }
         }),
+        ends: Arc::new(Vec::new),
         token: token.map(str::to_owned),
         fleet,
     };

@@ -1,20 +1,24 @@
 //! What an operator is told about a configuration that is valid: what needs a restart, what has no effect yet, what was probably not meant.
 
-use super::Config;
+use super::{Config, TlsFiles};
 
 /// The settings that differ and take effect only when the server is started again.
 pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
+    // Other files are taken at once; from plaintext to TLS, and from any agent to those with a certificate, is another listener.
     let agents = |config: &Config| {
-        config
-            .agents
-            .as_ref()
-            .map(|agents| (agents.address, agents.tls.clone(), agents.require_identity))
+        let agents = config.agents.as_ref()?;
+        let tls = agents.tls.as_ref().map(|tls| tls.ca.is_some());
+        Some((agents.address, tls, agents.require_identity))
     };
+    let is_tls = |tls: &Option<TlsFiles>| tls.is_some();
     let differs = [
         ("listen", old.listen.address != new.listen.address),
-        ("tls", old.listen.tls != new.listen.tls),
+        ("tls", is_tls(&old.listen.tls) != is_tls(&new.listen.tls)),
         ("admin.listen", old.admin.address != new.admin.address),
-        ("admin.tls", old.admin.tls != new.admin.tls),
+        (
+            "admin.tls",
+            is_tls(&old.admin.tls) != is_tls(&new.admin.tls),
+        ),
         (
             "agents.listen",
             agents(old).map(|(address, ..)| address) != agents(new).map(|(address, ..)| address),

@@ -2,11 +2,14 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use llmgw_proto::identity::Moment;
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::table::{UNKNOWN, plain, span, table};
-use crate::admin::status::{BandStatus, ReplicaState, ReplicaStatus, StatusReport};
+use crate::admin::status::{
+    BandStatus, CertificateStatus, ReplicaState, ReplicaStatus, StatusReport,
+};
 
 /// What `ctl` reads of `GET /v1/policies`.
 #[derive(Debug, Default, Deserialize)]
@@ -110,7 +113,7 @@ pub fn status(report: &StatusReport, now_ms: u64) -> String {
         ["MODEL", "READY", "INFLIGHT", "QUEUED", "ERRORS/MIN", "WHY"],
         &rows,
     ));
-    text + &bands(report) + &tenants(report)
+    text + &bands(report) + &tenants(report) + &certificates(&report.certificates)
 }
 
 /// The bands that have something, of every model.
@@ -172,6 +175,42 @@ fn tenants(report: &StatusReport) -> String {
         "TENANT", "WEIGHT", "INFLIGHT", "QUEUED", "COST/MIN", "SHARE",
     ];
     format!("\n{}", table(head, &rows))
+}
+
+/// What listeners show over TLS, and which authorities they trust.
+fn certificates(certificates: &[CertificateStatus]) -> String {
+    let rows: Vec<[String; 5]> = certificates
+        .iter()
+        .map(|certificate| {
+            let until = Moment(certificate.not_after_s).to_string();
+            [
+                certificate.serves.clone(),
+                match certificate.days_left {
+                    0.. => certificate.days_left.to_string(),
+                    _ => "EXPIRED".to_owned(),
+                },
+                until.split('T').next().unwrap_or_default().to_owned(),
+                certificate.serial.clone(),
+                or_unknown(certificate.hosts.join(", ")),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let mut text = table(["CERTIFICATE", "DAYS", "UNTIL", "SERIAL", "FOR"], &rows);
+    // An authority shares its listener's problem.
+    let listeners = certificates.iter().filter(|one| one.serves != "agents_ca");
+    for certificate in listeners {
+        if let Some(problem) = &certificate.problem {
+            text.push_str(&format!(
+                "{}: the files are NOT IN FORCE as they are now: {}\n",
+                plain(&certificate.serves),
+                plain(problem)
+            ));
+        }
+    }
+    format!("\n{text}")
 }
 
 fn sum(bands: &[BandStatus], count: impl Fn(&BandStatus) -> u64) -> String {
@@ -445,6 +484,25 @@ mod tests {
                 cost_1m: 18_250.4,
                 share_1m: Some(0.666),
             }],
+            certificates: vec![
+                CertificateStatus {
+                    serves: "agents".into(),
+                    hosts: vec!["ctl.example".into(), "10.0.0.5".into()],
+                    serial: "a5".into(),
+                    not_after_s: 1_798_675_200,
+                    days_left: 29,
+                    problem: Some("server.pem: no".into()),
+                    ..CertificateStatus::default()
+                },
+                CertificateStatus {
+                    serves: "agents_ca".into(),
+                    serial: "1".into(),
+                    not_after_s: 1_798_675_199,
+                    days_left: -1,
+                    problem: Some("server.pem: no".into()),
+                    ..CertificateStatus::default()
+                },
+            ],
         }
     }
 
@@ -465,7 +523,12 @@ mod tests {
              smollm2  interactive  3         12      1s      75%    2.2   0.0\n\
              \n\
              TENANT    WEIGHT  INFLIGHT  QUEUED  COST/MIN  SHARE\n\
-             research  2       3         12      18250     67%\n"
+             research  2       3         12      18250     67%\n\
+             \n\
+             CERTIFICATE  DAYS     UNTIL       SERIAL  FOR\n\
+             agents       29       2026-12-31  a5      ctl.example, 10.0.0.5\n\
+             agents_ca    EXPIRED  2026-12-30  1       -\n\
+             agents: the files are NOT IN FORCE as they are now: server.pem: no\n"
         );
     }
 

@@ -35,7 +35,6 @@ pub mod silence;
 pub mod splice;
 pub mod sse;
 pub mod state;
-pub mod tls;
 pub mod usage;
 mod wait;
 

@@ -15,13 +15,13 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::conn::auto;
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::client_io::{ClientIo, Departure};
 use super::request;
 use super::state::Gateway;
+use crate::certificates::Port;
 
 /// A client that is silent before or between its requests is let go after this.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(75);
@@ -45,7 +45,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// One listening address for clients.
 pub struct Listener {
     pub tcp: TcpListener,
-    pub tls: Option<TlsAcceptor>,
+    pub tls: Option<Arc<Port>>,
 }
 
 /// How the end of serving is told.
@@ -141,7 +141,7 @@ fn connection_builder() -> auto::Builder<TokioExecutor> {
 
 async fn connection(
     stream: TcpStream,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Arc<Port>>,
     builders: &Builders,
     gateway: Arc<Gateway>,
     stop: Stop,
@@ -163,11 +163,8 @@ async fn connection(
             let io = ClientIo::new(stream, departure.clone());
             drive(io, departure, builder, gateway, stop).await
         }
-        Some(acceptor) => {
-            let handshake = acceptor.accept(stream);
-            let stream = tokio::time::timeout(TLS_HANDSHAKE_TIMEOUT, handshake)
-                .await
-                .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        Some(port) => {
+            let stream = port.accept(stream, TLS_HANDSHAKE_TIMEOUT).await?;
             let io = ClientIo::new(stream, departure.clone());
             drive(io, departure, &builders.either, gateway, stop).await
         }

@@ -1,34 +1,12 @@
-//! The agents' listener: with which certificate, and who is let in.
+//! The agents' listener: who is let in.
 
 use std::sync::Arc;
 
-use llmgw_proto::identity::listening::AgentsTls;
-use llmgw_proto::identity::{Authorities, Identity};
 use tokio::net::TcpListener;
 
 use crate::config::{Agents, Config};
 use crate::control::observed::Timing;
 use crate::control::sessions::{Door, Sessions, SessionsOptions};
-
-/// How agents come in: over TLS where it is set, with what is in its files.
-///
-/// # Errors
-/// Which of the files can't be used, and what would be right.
-pub(super) fn door(config: &Config) -> Result<Door, String> {
-    let tls = config
-        .agents
-        .as_ref()
-        .and_then(|agents| agents.tls.as_ref());
-    let Some(tls) = tls else {
-        return Ok(Door::Plain);
-    };
-    let wrong = |problem: &dyn std::fmt::Display| format!("`agents.tls`: {problem}");
-    let identity = Identity::load(&tls.cert, &tls.key).map_err(|problem| wrong(&problem))?;
-    let authorities = tls.ca.as_deref().map(Authorities::load).transpose();
-    let authorities = authorities.map_err(|problem| wrong(&problem))?;
-    let tls = AgentsTls::new(identity, authorities).map_err(|problem| wrong(&problem))?;
-    Ok(Door::Tls(Arc::new(tls)))
-}
 
 /// Serves agents until the sessions are stopped.
 pub(super) fn start(listener: TcpListener, config: &Config, door: Door) -> Arc<Sessions> {

@@ -6,6 +6,7 @@ pub mod reload;
 pub mod report;
 pub mod signals;
 pub mod ticks;
+mod tls;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,20 +16,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llmgw_plugins::{Policies, PolicyOptions};
+use llmgw_proto::identity::Moment;
 use tokio::net::{TcpListener, TcpSocket};
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use self::fleet::Fleet;
 use self::reload::Reloads;
 use self::signals::Signals;
+use self::tls::Tls;
 use crate::admin::{self, Admin};
-use crate::config::{self, Config, TlsFiles};
-use crate::control::sessions::Door;
+use crate::certificates::Opened as OpenedTls;
+use crate::config::{self, Config};
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
-use crate::gateway::tls;
 use crate::policy::OwnKernels;
 use crate::telemetry::{Telemetry, log};
 
@@ -96,9 +97,7 @@ impl std::error::Error for ServerError {}
 struct Checked {
     config: Config,
     policies: Arc<Policies>,
-    client_tls: Option<TlsAcceptor>,
-    admin_tls: Option<TlsAcceptor>,
-    agents_door: Door,
+    tls: Tls,
 }
 
 impl Checked {
@@ -119,7 +118,7 @@ impl Checked {
 
 /// The opened addresses.
 struct Bound {
-    clients: Listener,
+    clients: TcpListener,
     admin: TcpListener,
     /// None: no agent may connect.
     agents: Option<TcpListener>,
@@ -131,7 +130,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
     let checked = check(&options)?;
     if options.check {
         println!("{}: ok", options.config.display());
-        for said in remarks(&checked.config) {
+        for said in remarks(&checked).chain(ends(&checked)) {
             eprintln!("warning: {said}");
         }
         return Ok(());
@@ -144,21 +143,19 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         admin: admin_listener,
         agents,
         addresses,
-    } = bind_all(&checked)?;
+    } = bind_all(&checked.config)?;
     opened(checked.opened(addresses.agents));
+    for said in remarks(&checked) {
+        tracing::warn!("{said}");
+    }
     let Checked {
         config,
         policies,
-        admin_tls,
-        agents_door,
-        ..
+        tls,
     } = checked;
-    for said in remarks(&config) {
-        tracing::warn!("{said}");
-    }
+    let (clients_tls, admin_tls) = (tls.clients.clone(), tls.admin.clone());
     let token = config.admin.token.clone();
-    let agents_tls = matches!(agents_door, Door::Tls(_));
-    let sessions = agents.map(|listener| agents::start(listener, &config, agents_door));
+    let sessions = agents.map(|listener| agents::start(listener, &config, tls.door()));
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
     let fleet = sessions.map(|sessions| Fleet::over(sessions, &gateway));
@@ -170,20 +167,33 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         ),
         None => None,
     };
-    let reloads = Reloads::new(options, gateway.clone(), fleet.clone());
+    let certificates = tls.keep(fleet.as_ref().map(|fleet| &fleet.sessions));
+    let reloads = Reloads::new(
+        options,
+        gateway.clone(),
+        fleet.clone(),
+        certificates.clone(),
+    );
     let background = TaskTracker::new();
+    background.spawn(certificates.clone().run(stop.background.clone()));
     background.spawn(reloads.clone().watch(stop.background.clone()));
     background.spawn(policies.clone().watch(stop.background.clone()));
     let ticks = ticks::start(gateway.clone());
     let admin = Arc::new(Admin {
         metrics: telemetry.metrics.clone(),
         policies,
-        report: report::of(gateway.clone(), addresses.clone(), reloads.clone()),
+        report: report::of(
+            gateway.clone(),
+            addresses.clone(),
+            reloads.clone(),
+            certificates.clone(),
+        ),
         ready: report::readiness(gateway.clone()),
         reload: {
             let reloads = reloads.clone();
             Arc::new(move |confirmed| reloads.now(confirmed))
         },
+        ends: Arc::new(move || certificates.ends()),
         token: token.map(|token| token.expose().to_string()),
         fleet: fleet.as_ref().map(Fleet::admin),
     });
@@ -194,7 +204,10 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         stop.admin.clone(),
     ));
     if let Some(agents) = addresses.agents {
-        tracing::info!("waiting for agents on {}://{agents}", scheme(agents_tls));
+        tracing::info!(
+            "waiting for agents on {}://{agents}",
+            scheme(addresses.agents_tls)
+        );
     }
     tracing::info!(
         "serving clients on {}://{}, admin on {}://{}",
@@ -203,6 +216,10 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         scheme(addresses.admin_tls),
         addresses.admin
     );
+    let clients = Listener {
+        tcp: clients,
+        tls: clients_tls,
+    };
     let serving = tokio::spawn(server::serve(
         clients,
         gateway.clone(),
@@ -339,10 +356,20 @@ fn start_telemetry(config: &Config) -> Arc<Telemetry> {
 }
 
 /// What is probably not meant, and what this version does not do yet.
-fn remarks(config: &Config) -> impl Iterator<Item = String> {
+fn remarks(checked: &Checked) -> impl Iterator<Item = String> {
+    let config = &checked.config;
+    let tls = checked.tls.opened().flat_map(OpenedTls::remarks);
     config::warnings(config)
         .into_iter()
         .chain(config::not_yet_enforced(config))
+        .chain(tls)
+}
+
+/// Which certificates end soon, for who only asks; a server that runs says it by itself.
+fn ends(checked: &Checked) -> impl Iterator<Item = String> {
+    let now = Moment::now();
+    let ends = checked.tls.opened().flat_map(OpenedTls::ends);
+    ends.filter_map(move |ends| Some(ends.remark(now)?.1))
 }
 
 /// Reads and checks all that the operator wrote.
@@ -351,23 +378,13 @@ fn check(options: &ServerOptions) -> Result<Checked, ServerError> {
     let policies = open_policies(options, &config)?;
     check_engines(&config, &policies)?;
     Ok(Checked {
-        client_tls: acceptor(config.listen.tls.as_ref())?,
-        admin_tls: acceptor(config.admin.tls.as_ref())?,
-        agents_door: agents::door(&config).map_err(ServerError::Configuration)?,
+        tls: Tls::open(&config).map_err(ServerError::Configuration)?,
         config,
         policies,
     })
 }
 
-fn acceptor(files: Option<&TlsFiles>) -> Result<Option<TlsAcceptor>, ServerError> {
-    files
-        .map(tls::acceptor)
-        .transpose()
-        .map_err(|error| ServerError::Configuration(error.to_string()))
-}
-
-fn bind_all(checked: &Checked) -> Result<Bound, ServerError> {
-    let config = &checked.config;
+fn bind_all(config: &Config) -> Result<Bound, ServerError> {
     let clients = bind(config.listen.address, "listen")?;
     let admin = bind(config.admin.address, "admin")?;
     let agents = config.agents.as_ref();
@@ -376,19 +393,20 @@ fn bind_all(checked: &Checked) -> Result<Bound, ServerError> {
         .transpose()?;
     let addresses = report::Addresses {
         clients: clients.local_addr().unwrap_or(config.listen.address),
-        clients_tls: checked.client_tls.is_some(),
+        clients_tls: config.listen.tls.is_some(),
         admin: admin.local_addr().unwrap_or(config.admin.address),
-        admin_tls: checked.admin_tls.is_some(),
+        admin_tls: config.admin.tls.is_some(),
+        agents_tls: config
+            .agents
+            .as_ref()
+            .is_some_and(|agents| agents.tls.is_some()),
         agents: agents
             .as_ref()
             .and_then(|listener| listener.local_addr().ok()),
     };
     Ok(Bound {
         agents,
-        clients: Listener {
-            tcp: clients,
-            tls: checked.client_tls.clone(),
-        },
+        clients,
         admin,
         addresses,
     })

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::fleet::Fleet;
 use super::{ServerOptions, check_engines};
+use crate::certificates::{Certificates, Staged};
 use crate::clock;
 use crate::config::{self, Config, ConfigWatch};
 use crate::control::observed::Timing;
@@ -22,6 +23,7 @@ pub struct Reloads {
     gateway: Arc<Gateway>,
     /// The agents, and what runs on them. None: nothing is started here.
     fleet: Option<Fleet>,
+    certificates: Arc<Certificates>,
     /// Held from reading the file until it is in force: of two reloads at once the later one must win, and each must
     /// see the fleet that the other one made, else its probes would never end.
     turn: Mutex<()>,
@@ -50,11 +52,13 @@ impl Reloads {
         options: ServerOptions,
         gateway: Arc<Gateway>,
         fleet: Option<Fleet>,
+        certificates: Arc<Certificates>,
     ) -> Arc<Reloads> {
         Arc::new(Reloads {
             options,
             gateway,
             fleet,
+            certificates,
             turn: Mutex::new(()),
             is_waiting: AtomicBool::new(false),
             background_turn: Mutex::new(()),
@@ -94,7 +98,7 @@ impl Reloads {
         tokio::join!(watching, applying);
     }
 
-    /// Reads everything again, policies included. May block.
+    /// Reads everything again, policies and certificates included. May block.
     pub fn now(&self, confirmed: Confirmed) -> Result<String, String> {
         let policies = self
             .gateway
@@ -103,16 +107,19 @@ impl Reloads {
             .map(|set| set.generation())
             .map_err(|error| error.to_string());
         let config = self.take(confirmed);
-        match (config, policies) {
-            (Ok(()), Ok(generation)) => Ok(format!(
+        let certificates = self.certificates.look_now();
+        match (config, policies, certificates) {
+            (Ok(()), Ok(generation), Ok(())) => Ok(format!(
                 "{} is in force, policies generation {generation}",
                 self.options.config.display()
             )),
-            (config, policies) => Err([config.err(), policies.err()]
-                .into_iter()
-                .flatten()
-                .collect::<Vec<_>>()
-                .join("\n")),
+            (config, policies, certificates) => {
+                Err([config.err(), policies.err(), certificates.err()]
+                    .into_iter()
+                    .flatten()
+                    .collect::<Vec<_>>()
+                    .join("\n"))
+            }
         }
     }
 
@@ -141,8 +148,9 @@ impl Reloads {
                     .map(|()| config)
                     .map_err(|error| error.to_string())
             })
-            .and_then(|config| self.meant(config, confirmed));
-        let outcome = checked.map(|config| self.apply(config, confirmed));
+            .and_then(|config| self.meant(config, confirmed))
+            .and_then(|config| Ok((self.certificates.stage(&config)?, config)));
+        let outcome = checked.map(|(staged, config)| self.apply(config, staged, confirmed));
         let metrics = &self.gateway.telemetry.metrics;
         metrics.config_reloaded(outcome.is_ok());
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -170,7 +178,7 @@ impl Reloads {
         held.map_or(Ok(config), |held| Err(format!("the change {held}")))
     }
 
-    fn apply(&self, config: Config, confirmed: Confirmed) {
+    fn apply(&self, config: Config, staged: Staged, confirmed: Confirmed) {
         let before = self.gateway.runtime.load().config.clone();
         for key in config::needs_restart(&before, &config) {
             tracing::warn!("`{key}` changed; it takes effect with the next start");
@@ -181,6 +189,7 @@ impl Reloads {
             let denied = agents.deny_serials.iter().cloned();
             fleet.sessions.deny(denied.collect());
         }
+        self.certificates.put(staged);
         self.gateway.apply(config);
         if let Some(fleet) = &self.fleet {
             fleet.controller.configured(confirmed == Confirmed::Yes);

@@ -3,12 +3,15 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use llmgw_proto::identity::Certificate;
+
 use super::reload::Reloads;
 use crate::admin::status::{
-    BandStatus, ConfigStatus, ListenerStatus, ModelStatus, ReplicaState, ReplicaStatus,
-    StatusReport, TenantStatus,
+    BandStatus, CertificateStatus, ConfigStatus, ListenerStatus, ModelStatus, ReplicaState,
+    ReplicaStatus, StatusReport, TenantStatus,
 };
 use crate::admin::{Ready, Report};
+use crate::certificates::{Certificates, Owner};
 use crate::clock;
 use crate::flow::BandReport;
 use crate::flow::cost::PRICE_SCALE;
@@ -26,10 +29,16 @@ pub struct Addresses {
     pub admin_tls: bool,
     /// None: no agent may connect.
     pub agents: Option<SocketAddr>,
+    pub agents_tls: bool,
 }
 
 /// The whole gateway, described when asked.
-pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) -> Report {
+pub fn of(
+    gateway: Arc<Gateway>,
+    addresses: Addresses,
+    reloads: Arc<Reloads>,
+    certificates: Arc<Certificates>,
+) -> Report {
     Arc::new(move || {
         let runtime = gateway.runtime.load();
         let reload = reloads.state();
@@ -51,11 +60,12 @@ pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) ->
                 Some(listener("admin", addresses.admin, addresses.admin_tls)),
                 addresses
                     .agents
-                    .map(|address| listener("agents", address, false)),
+                    .map(|address| listener("agents", address, addresses.agents_tls)),
             ]
             .into_iter()
             .flatten()
             .collect(),
+            certificates: certificate_statuses(&certificates),
             config: ConfigStatus {
                 source: runtime.config.source.display().to_string(),
                 loaded_at_ms: reload.loaded_at_ms,
@@ -72,6 +82,32 @@ pub fn of(gateway: Arc<Gateway>, addresses: Addresses, reloads: Arc<Reloads>) ->
             tenants: tenant_statuses(&runtime.tenants),
         }
     })
+}
+
+fn certificate_statuses(certificates: &Certificates) -> Vec<CertificateStatus> {
+    let now = certificates.now();
+    let row = |owner: &Owner, certificate: &Certificate, problem: &Option<String>| {
+        let file = owner.file().map(|file| file.display().to_string());
+        CertificateStatus {
+            serves: owner.serves().to_owned(),
+            file: file.unwrap_or_default(),
+            subject: certificate.subject.clone(),
+            hosts: certificate.hosts.iter().map(ToString::to_string).collect(),
+            serial: certificate.serial.to_string(),
+            fingerprint: certificate.fingerprint.to_string(),
+            not_before_s: certificate.not_before.0,
+            not_after_s: certificate.not_after.0,
+            days_left: certificate.days_left(now),
+            problem: problem.clone(),
+        }
+    };
+    let held = certificates.held();
+    let mut rows = Vec::new();
+    for held in held.iter() {
+        let of = held.certificates();
+        rows.extend(of.map(|(owner, certificate)| row(&owner, certificate, &held.problem)));
+    }
+    rows
 }
 
 /// Whether clients can be served: listeners are up and a policy set is in force by the time this is asked.

@@ -643,6 +643,17 @@ fn changes_that_need_a_restart_are_named() {
     );
     assert_eq!(needs_restart(&old, &new), ["listen", "state"]);
     assert_ne!(old.digest(), new.digest());
+    // Other files are taken at once; another kind of listener is not.
+    let of = |listen: &str, agents: &str| {
+        good(&format!(
+            "listen: {{listen: 1.2.3.4:1{listen}}}\nagents: {{{agents}}}\nmodels: []\n"
+        ))
+    };
+    let old = of(", tls: {cert: a, key: b}", "tls: {cert: c, key: d, ca: e}");
+    let files = of(", tls: {cert: f, key: g}", "tls: {cert: h, key: i, ca: j}");
+    assert!(needs_restart(&old, &files).is_empty());
+    let other = of("", "tls: {cert: c, key: d}, require_identity: false");
+    assert_eq!(needs_restart(&old, &other)[..2], ["tls", "agents.tls"]);
 }
 
 #[test]

@@ -203,7 +203,7 @@ async fn no_session_is_resumed_although_the_server_would() {
 }
 
 fn config_of(judging: &Arc<Judging>, trust: &Trust) -> ClientConfig {
-    config(judging.clone(), trust, None).unwrap()
+    config(ALPN, judging.clone(), trust, None).unwrap()
 }
 
 #[tokio::test]
