@@ -37,14 +37,7 @@ fn checked(directory: &Path, file: &Path) {
 #[test]
 fn every_example_passes_its_check() {
     let examples = Path::new(ROOT).join("examples");
-    let entries = |directory: &Path| -> Vec<PathBuf> {
-        let entries = std::fs::read_dir(directory).unwrap();
-        entries.map(|entry| entry.unwrap().path()).collect()
-    };
-    let (directories, mut files): (Vec<PathBuf>, Vec<PathBuf>) = entries(&examples)
-        .into_iter()
-        .partition(|path| path.is_dir());
-    files.extend(directories.iter().flat_map(|directory| entries(directory)));
+    let mut files = files_below(&examples);
     files.retain(|path| {
         path.extension()
             .is_some_and(|extension| extension == "yaml")
@@ -53,6 +46,17 @@ fn every_example_passes_its_check() {
     for file in files {
         checked(&examples, &file);
     }
+}
+
+fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    paths
+        .flat_map(|path| match path.is_dir() {
+            true => files_below(&path),
+            false => vec![path],
+        })
+        .collect()
 }
 
 #[test]

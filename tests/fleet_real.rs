@@ -7,10 +7,11 @@
 #[path = "harness/fleet.rs"]
 mod fleet;
 mod harness;
+#[path = "harness/real.rs"]
+mod real;
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -34,7 +35,9 @@ const REFUSED_PAUSE: Duration = Duration::from_millis(20);
 
 #[test]
 fn a_fleet_of_real_engines_serves_on_whatever_happens_to_it() {
-    let Some(engine) = prepared() else { return };
+    let Some(engine) = real::prepared("the fleet of real engines") else {
+        return;
+    };
     let mut fleet = Fleet::start(PATIENT, Program::Real(engine));
     fleet.declare(&catalog(&[("fake", 3, "model.gguf")]));
     fleet.ready(3);
@@ -343,21 +346,4 @@ fn one_chat(server: SocketAddr, is_stream: bool) -> Result<(How, String), String
         (200, end) => Err(format!("{end:?}: {text}")),
         (status, _) => Ok((How::Refused, format!("{status}: {text}"))),
     }
-}
-
-/// The engine that `tests/real/prepare` makes ready, its model beside it; `None` (having said why) without it.
-fn prepared() -> Option<PathBuf> {
-    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join(".llmgw/engine");
-    let engine = directory.join("llama-server");
-    if engine.exists() && directory.join("model.gguf").exists() {
-        return Some(engine);
-    }
-    let directory = directory.display();
-    let reason = format!("`{directory}` is missing; tests/real/prepare makes it");
-    let required = std::env::var("LLMGW_REQUIRE_REAL");
-    assert_ne!(required.as_deref(), Ok("1"), "{reason}");
-    // Not `eprintln!`, which the test runner keeps to itself when a test passes.
-    let mut stderr = std::io::stderr();
-    let _ = writeln!(stderr, "skipped: the fleet with real engines: {reason}");
-    None
 }

@@ -45,17 +45,18 @@ class Children:
         for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
-    def start(self, name, command, out=None, log=None, **options):
+    def start(self, name, command, out=None, log=None, stop_max_seconds=STOP_MAX_SECONDS, asks_to_end=False, **options):
         """Starts a child in its own session, so that ctrl-C reaches only this script.
 
-        `log` takes all that it writes, `out` only its standard output; the rest is on the screen.
+        `log` takes all that it writes, `out` only its standard output; the rest is on the screen. When this script is
+        killed, so is the child, or it `asks_to_end`: one that has children of its own ends them first.
         """
-        parent = os.getpid()
+        parent, last = os.getpid(), signal.SIGTERM if asks_to_end else signal.SIGKILL
         with contextlib.ExitStack() as files:
             stdout = files.enter_context(open(out or log, "wb")) if out or log else None
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stdout if log else None,
-                                     start_new_session=True, preexec_fn=lambda: die_with(parent), **options)
-        child.name, child.log = name, log
+                                     start_new_session=True, preexec_fn=lambda: die_with(parent, last), **options)
+        child.name, child.log, child.stop_max_seconds = name, log, stop_max_seconds
         self.running.append(child)
         return child
 
@@ -77,10 +78,10 @@ def raise_stopped(number, _frame):
     raise Stopped(number)
 
 
-def die_with(parent):
-    """In the child, before its program starts: have the kernel kill it when this script is killed."""
+def die_with(parent, number):
+    """In the child, before its program starts: have the kernel signal it when this script is killed."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -88,7 +89,7 @@ def die_with(parent):
 def stop(child):
     """Asks the child and its descendants to end, then kills what is left of them."""
     signal_group(child, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_MAX_SECONDS
+    deadline = time.monotonic() + child.stop_max_seconds
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(max(0.0, deadline - time.monotonic()))
     signal_group(child, signal.SIGKILL)

@@ -54,7 +54,10 @@ def main(arguments):
     params = parse(arguments)
     if params is None:
         return 1
-    server = xllamacpp.Server(params)  # Listens, loads the model (503 meanwhile), then returns.
+    try:
+        server = xllamacpp.Server(params)  # Listens, loads the model (503 meanwhile), then returns.
+    except RuntimeError:
+        return 1  # The server has said why; a traceback would be the last of its lines.
     stop.wait()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(STOP_MAX_SECONDS)
