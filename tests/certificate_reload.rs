@@ -261,7 +261,7 @@ fn connected(fleet: &Fleet, node: &str) -> usize {
 
 #[test]
 fn agents_stay_when_the_servers_certificate_is_renewed_and_go_with_the_authority_of_their_own() {
-    let fleet = Fleet::over_tls(PATIENT, &Program::Fake);
+    let fleet = Fleet::over_tls(PATIENT, Program::Fake);
     let authority = fleet.authority.as_ref().unwrap();
     let page = fleet.metrics();
     for node in NODES {

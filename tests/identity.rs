@@ -389,6 +389,7 @@ fn register(node: &str) -> AgentMessage {
             last: 21_999,
         },
         engines: Vec::new(),
+        models_dir: None,
         draining: false,
         inventory: Told::Unreadable(String::new()),
         shards: Vec::new(),
@@ -437,7 +438,7 @@ async fn first_word(fleet: &Fleet, shown: Option<&str>, node: &str) -> ServerMes
 #[test]
 fn a_fleet_over_tls_serves_and_nobody_else_speaks_for_its_nodes() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let mut fleet = Fleet::over_tls(PATIENT, &Program::Fake);
+    let mut fleet = Fleet::over_tls(PATIENT, Program::Fake);
     // Somebody who says nothing at all, all the while.
     let address: SocketAddr = fleet
         .agents_url()
@@ -500,7 +501,7 @@ fn a_fleet_over_tls_serves_and_nobody_else_speaks_for_its_nodes() {
 
 #[test]
 fn a_serial_that_is_denied_while_its_node_is_connected_ends_the_session_and_touches_no_engine() {
-    let mut fleet = Fleet::over_tls(PATIENT, &Program::Fake);
+    let mut fleet = Fleet::over_tls(PATIENT, Program::Fake);
     fleet.declare(&models(&[("fake", 2)]));
     fleet.ready(2);
     let engines = fleet.engines();

@@ -380,10 +380,6 @@ impl Fleet {
         self.admin("GET", path).json()
     }
 
-    pub fn metrics(&self) -> String {
-        self.admin("GET", "/metrics").text()
-    }
-
     pub fn admin_post(&self, path: &str) -> Answer {
         self.admin("POST", path)
     }
@@ -396,9 +392,7 @@ impl Fleet {
 
     /// The page of metrics.
     pub fn metrics(&self) -> String {
-        let mut client = Client::new(self.addresses[1]);
-        client.request("GET", "/metrics", &[], b"");
-        client.answer().text()
+        self.admin("GET", "/metrics").text()
     }
 
     /// Empty: the server does not know it.

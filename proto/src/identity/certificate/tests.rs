@@ -5,6 +5,7 @@ use rcgen::{
 use time::OffsetDateTime;
 
 use super::*;
+use crate::identity::moment::DAY_SECONDS;
 
 fn params(name: &str) -> CertificateParams {
     let mut params = CertificateParams::default();
