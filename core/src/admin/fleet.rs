@@ -10,7 +10,7 @@ use http::{StatusCode, Uri};
 use llmgw_proto::shard::LogLine;
 use serde_json::{Value, json};
 
-use crate::control::controller::{Controller, OperatorError};
+use crate::control::controller::{Controller, OperatorError, Output};
 
 /// Asks a node for a shard's last lines; the error is for a person.
 pub type Tail = Arc<
@@ -163,10 +163,15 @@ async fn logs(fleet: &FleetAdmin, query: &Query) -> Result<Value, FleetError> {
     let replica = query.text("replica")?;
     let rank = query.number("rank")?.unwrap_or(0);
     let lines = query.number("lines")?.unwrap_or(LINES_DEFAULT);
-    let (node, shard) = fleet
-        .controller
-        .shard_of(&replica, rank)
-        .map_err(FleetError::Operator)?;
+    let output = fleet.controller.output_of(&replica, rank);
+    let (node, shard) = match output.map_err(FleetError::Operator)? {
+        Output::At { node, shard } => (node, shard),
+        Output::Kept(failure) => {
+            let from = failure.lines.len().saturating_sub(lines as usize);
+            let (node, lines) = (failure.node, &failure.lines[from..]);
+            return Ok(json!({"node": node, "failed": failure.reason, "lines": lines}));
+        }
+    };
     let lines = (fleet.tail)(node.clone(), shard.clone(), lines).await;
     let lines = lines.map_err(FleetError::Tail)?;
     Ok(json!({"node": node, "shard": shard, "lines": lines}))

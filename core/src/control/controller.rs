@@ -32,10 +32,12 @@ mod hold;
 mod operator;
 mod outbox;
 mod outlook;
+mod output;
 mod placing;
 
 pub use hold::Held;
 pub use operator::{FailureReport, ModelExplanation, NodeReport, OperatorError, ReplicaReport};
+pub use output::Output;
 
 /// Without any news the fleet is looked at this often: deadlines pass silently.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);

@@ -22,7 +22,7 @@ pub const BACKOFF_RESET_AFTER_MS: u64 = 60_000;
 /// Failures of a model that are kept for explanations.
 pub const FAILURES_KEPT_MAX: usize = 8;
 /// Last lines that are kept of a failure.
-pub const FAILURE_LINES_MAX: usize = 20;
+pub const FAILURE_LINES_MAX: usize = 100;
 /// A port that was taken by somebody else is not tried again for so long.
 pub const PORT_REFUSED_MS: u64 = 600_000;
 /// Ports of a model that may be refused in a row before that counts as a failure like any other.

@@ -28,7 +28,7 @@ pub enum FleetCommand {
     Nodes,
     /// Why a model does or does not run, and what would make it.
     Explain { model: String },
-    /// The last lines that a replica wrote.
+    /// The last lines that a replica wrote, also one that failed.
     Logs {
         /// `<model>/<number>`.
         replica: String,
@@ -193,6 +193,14 @@ async fn logs(
     let path = format!("/v1/logs?replica={replica}&rank={rank}&lines={lines}");
     let answer = got(admin.get(&path).await)?;
     let lines = answer.get("lines").cloned().unwrap_or_default();
+    if let Some(reason) = answer.get("failed").and_then(Value::as_str) {
+        let node = answer.get("node").and_then(Value::as_str);
+        let node = node.map_or_else(String::new, |node| format!(" on {node}"));
+        eprintln!(
+            "it failed{node} ({}); what was kept of its last lines:",
+            plain(reason)
+        );
+    }
     if format == OutputFormat::Json {
         return Ok(writeln!(out, "{lines:#}")?);
     }

@@ -227,25 +227,6 @@ impl Controller {
         world::snapshot(catalog, &view.observed, &state.memory, UtcTime::now())
     }
 
-    /// The node and the shard that hold a rank of a replica.
-    pub fn shard_of(&self, replica: &str, rank: u32) -> Result<(String, String), OperatorError> {
-        let view = self.view();
-        let mut known = Vec::new();
-        for (id, node) in &view.observed.nodes {
-            for shard in node.shards.values() {
-                if shard.spec.replica == replica && shard.spec.rank == rank {
-                    return Ok((id.clone(), shard.spec.shard.clone()));
-                }
-                known.push(shard.spec.replica.as_str());
-            }
-        }
-        Err(OperatorError::unknown(
-            "replica",
-            replica,
-            known.into_iter(),
-        ))
-    }
-
     pub fn nodes(&self) -> Vec<NodeReport> {
         let fleet = self.snapshot();
         let view = self.view();
@@ -455,7 +436,7 @@ fn replica_report(replica: &Replica, state: &State, view: &View) -> ReplicaRepor
 }
 
 impl OperatorError {
-    fn unknown<'a>(
+    pub(super) fn unknown<'a>(
         noun: &'static str,
         name: &str,
         known: impl Iterator<Item = &'a str>,

@@ -3,7 +3,7 @@
 use llmgw_proto::shard::{API_KEY_PLACE, ShardState};
 
 use self::fleet::{Fleet, LOST_AFTER_S, RECOVERY_S, lock, parse};
-use super::OperatorError;
+use super::{OperatorError, Output};
 
 pub(crate) mod fleet;
 
@@ -99,8 +99,15 @@ fn an_engine_that_fails_is_tried_elsewhere_after_a_while_and_says_why() {
     );
     fleet.pass(4);
     assert_eq!(fleet.running(), Vec::<String>::new());
+    let Ok(Output::Kept(failure)) = fleet.controller.output_of("m/0", 0) else {
+        panic!("its last lines are kept");
+    };
+    assert_eq!(failure.lines[0].text, "out of memory");
     fleet.pass(1);
     assert_eq!(fleet.running(), ["m/0 on b: loading"]);
+    let (node, shard) = ("b".to_owned(), "m/0/0".to_owned());
+    let output = fleet.controller.output_of("m/0", 0);
+    assert_eq!(output.expect("it runs"), Output::At { node, shard });
     fleet.fail("m/0");
     fleet.pass(9);
     assert_eq!(

@@ -1,0 +1,44 @@
+//! Where the output of a replica is: at its agent, or, once it failed, what was kept of it here.
+
+use super::{Controller, OperatorError};
+use crate::control::memory::Failure;
+
+/// The output of a replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Its agent has it.
+    At { node: String, shard: String },
+    /// It failed and is gone there; this is what was kept.
+    Kept(Failure),
+}
+
+impl Controller {
+    /// Where the output of a replica's rank is to be had.
+    pub fn output_of(&self, replica: &str, rank: u32) -> Result<Output, OperatorError> {
+        let view = self.view();
+        let mut known = Vec::new();
+        for (id, node) in &view.observed.nodes {
+            for shard in node.shards.values() {
+                if shard.spec.replica == replica && shard.spec.rank == rank {
+                    return Ok(Output::At {
+                        node: id.clone(),
+                        shard: shard.spec.shard.clone(),
+                    });
+                }
+                known.push(shard.spec.replica.as_str());
+            }
+        }
+        let state = self.lock();
+        let model = replica.rsplit_once('/').map_or(replica, |(model, _)| model);
+        let failures = state.memory.failures(model);
+        let mut kept = failures.into_iter().flat_map(|failures| &failures.kept);
+        if let Some(failure) = kept.rfind(|failure| failure.replica == replica) {
+            return Ok(Output::Kept(failure.clone()));
+        }
+        Err(OperatorError::unknown(
+            "replica",
+            replica,
+            known.into_iter(),
+        ))
+    }
+}
