@@ -136,7 +136,7 @@
 
 ---@class (exact) llmgw.shard
 ---@field model string The model.
----@field source string What the engine loads: a name, or a path. It has no `..` in it.
+---@field source string What the engine loads: a name, or a path. A relative one has no `..` in it.
 ---@field served_name string The name that the engine must list.
 ---@field profile string The profile.
 ---@field engine string The engine.

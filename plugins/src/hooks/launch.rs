@@ -66,7 +66,7 @@ view! {
     "shard" ShardView<'a> {
         /// The model.
         model: &'a str,
-        /// What the engine loads: a name, or a path. It has no `..` in it.
+        /// What the engine loads: a name, or a path. A relative one has no `..` in it.
         source: &'a str,
         /// The name that the engine must list.
         served_name: &'a str,
