@@ -242,6 +242,13 @@ fn openssl_reads_what_show_says() {
         assert!((days..=days + 1).contains(&left), "{left}");
         assert!(page.contains(&format!("{left} days left")), "{page}");
     }
+}
+
+#[test]
+fn every_certificate_of_a_chain_is_shown() {
+    let dir = Dir::new("chain");
+    dir.done("ca --out ca");
+    dir.done(&format!("server --ca ca {HOSTS} --out server"));
     let chain = [dir.0.join("server/server.pem"), dir.0.join("ca/ca.pem")];
     let chain = chain.map(|path| fs::read_to_string(path).unwrap()).concat();
     fs::write(dir.0.join("chain.pem"), chain).unwrap();

@@ -212,7 +212,10 @@ fn renew(file: &Path, ca: &Path, now: Moment) -> Result<Page, CertError> {
 fn with_first_certificate(text: &str, pem: &str) -> String {
     const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
     const END: &str = "-----END CERTIFICATE-----";
-    let start = text.find(BEGIN).unwrap_or(0);
+    // Where a line begins: a comment may name the mark too.
+    let begins_line = |at: &usize| *at == 0 || text[..*at].ends_with(['\n', '\r']);
+    let mut marks = text.match_indices(BEGIN).map(|(at, _)| at);
+    let start = marks.find(begins_line).unwrap_or(0);
     let end = text[start..].find(END).map(|at| start + at + END.len());
     let rest = end.map_or("", |end| text[end..].trim_start_matches(['\r', '\n']));
     format!("{}{}\n{rest}", &text[..start], pem.trim_end())
@@ -308,6 +311,10 @@ mod tests {
                 format!("{new}{authority}# end"),
             ),
             (old.replace('\n', "\r\n"), new.clone()),
+            (
+                format!("# -----BEGIN CERTIFICATE-----\n{old}"),
+                format!("# -----BEGIN CERTIFICATE-----\n{new}"),
+            ),
         ] {
             assert_eq!(with_first_certificate(&text, &new), expected);
         }

@@ -333,7 +333,7 @@ impl fmt::Display for FileFault {
                 is_of_later: false,
             } => write!(
                 f,
-                "this key does not belong to the certificate in {}; both must come from the same `llmgw ctl cert` run",
+                "this key does not belong to the certificate in {}; give the key that this certificate was made for",
                 certificate.display()
             ),
             FileFault::NotItsKey {

@@ -189,7 +189,7 @@ fn what_is_wrong_with_a_pair_is_said_with_the_file_and_the_way_out() {
             "other-key.pem",
             &other.key,
             0o600,
-            "other-key.pem: this key does not belong to the certificate in good.pem; both must come from the same `llmgw ctl cert` run",
+            "other-key.pem: this key does not belong to the certificate in good.pem; give the key that this certificate was made for",
         ),
         (
             "legacy.pem",
