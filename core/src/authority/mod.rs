@@ -23,8 +23,6 @@ pub const LEAF_DAYS: i64 = 365;
 pub const SKEW_SECONDS: i64 = 5 * 60;
 /// An authority is older than what it issues, whatever the clocks.
 const AUTHORITY_SKEW_SECONDS: i64 = 60 * 60;
-/// One that ends sooner should be replaced before it issues more.
-pub const ENDS_SOON_DAYS: i64 = 30;
 
 /// An authority that can issue: its certificate and its key. No `Debug`: it holds a secret.
 pub struct Authority {
