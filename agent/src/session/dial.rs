@@ -99,8 +99,11 @@ async fn credentials(session: &Session) -> Result<Option<Credentials>, Ended> {
     }
     let files = session.options.tls.as_ref();
     let files = files.ok_or_else(|| broken("`tls`", &"it is not set"))?;
-    let read = files.read().await;
-    let credentials = read.map_err(|problem| broken("`tls`", &problem))?;
+    let patience = session.options.patience;
+    let credentials = timeout(patience, files.read())
+        .await
+        .map_err(|_| late("reading the `tls` files", patience))?
+        .map_err(|problem| broken("`tls`", &problem))?;
     session.shows(&credentials.identity.certificate);
     Ok(Some(credentials))
 }

@@ -29,6 +29,7 @@ use crate::routing::fleet::Started;
 use crate::routing::outlook::Outlook;
 
 mod hold;
+mod node;
 mod operator;
 mod outbox;
 mod outlook;
@@ -36,7 +37,8 @@ mod output;
 mod placing;
 
 pub use hold::Held;
-pub use operator::{FailureReport, ModelExplanation, NodeReport, OperatorError, ReplicaReport};
+pub use node::{CertificateReport, NodeReport};
+pub use operator::{FailureReport, ModelExplanation, OperatorError, ReplicaReport};
 pub use output::Output;
 
 /// Without any news the fleet is looked at this often: deadlines pass silently.

@@ -4,22 +4,20 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use llmgw_proto::identity::Moment;
-use llmgw_proto::identity::moment::EXPIRY_WARNED_DAYS;
 use llmgw_proto::shard::LogLine;
 use serde::Serialize;
 
 use super::hold::{Held, StartHold};
+use super::node::{NodeReport, node_report};
 use super::{Controller, State, View, placing};
 use crate::config::{Catalog, UtcTime, suggestion};
 use crate::control::explain::{Explanation, explain};
 use crate::control::launch;
 use crate::control::memory::NodeOrder;
-use crate::control::observed::{NodeCertificate, ObservedNode};
 use crate::control::placement::{JobSpec, place};
 use crate::control::reconcile::{Missing, Place, Why};
 use crate::control::replicas::{Replica, numbers_taken};
-use crate::control::snapshot::{NodeState, Snapshot};
+use crate::control::snapshot::Snapshot;
 use crate::control::world;
 
 /// Why an order or a question came to nothing.
@@ -33,41 +31,6 @@ pub enum OperatorError {
     },
     /// The model has no profiles, so nothing is started for it.
     NoProfiles { model: String },
-}
-
-/// A node, for people and tools.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct NodeReport {
-    pub id: String,
-    pub state: &'static str,
-    /// Why it is absent, what is wrong with it, or what its drain waits for; empty: nothing.
-    pub reason: String,
-    pub address: String,
-    pub agent_version: String,
-    pub labels: BTreeMap<String, String>,
-    pub engines: Vec<String>,
-    pub gpu_class: Option<String>,
-    pub gpus: usize,
-    pub gpus_free: usize,
-    pub cpus: u32,
-    pub cpus_free: u32,
-    pub memory_gib: f64,
-    pub memory_gib_free: f64,
-    pub replicas: Vec<String>,
-    pub last_heard_ms_ago: u64,
-    /// What it speaks with; none without TLS.
-    pub certificate: Option<CertificateReport>,
-}
-
-/// A node's certificate, for people and tools.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct CertificateReport {
-    pub name: String,
-    pub serial: String,
-    /// As `2026-12-31T18:30:00Z`.
-    pub not_after: String,
-    /// Whole days by the server's clock, negative once it is over.
-    pub days_left: i64,
 }
 
 /// A replica that the server started, for people and tools.
@@ -312,83 +275,8 @@ fn failures(state: &State, view: &View, model: &str) -> Vec<FailureReport> {
     failures.kept.iter().rev().map(report).collect()
 }
 
-fn node_report(
-    id: &str,
-    seen: &ObservedNode,
-    fleet: &Snapshot,
-    replicas: &[Replica],
-    state: &State,
-    view: &View,
-) -> NodeReport {
-    let node = fleet.nodes.get(id).cloned().unwrap_or_default();
-    let mine: Vec<&Replica> = replicas
-        .iter()
-        .filter(|replica| replica.key.node == id)
-        .collect();
-    let certificate = seen.certificate.as_ref().map(CertificateReport::of);
-    let is_draining = node.state == NodeState::Draining;
-    let mut reason = match (&seen.absence, &node.problem) {
-        (Some(absence), _) => absence.cause.to_string(),
-        (None, Some(problem)) => problem.clone(),
-        (None, None) if is_draining && mine.is_empty() => "it is empty".to_owned(),
-        (None, None) if is_draining => drain_reason(&mine, state),
-        (None, None) => String::new(),
-    };
-    if let Some(soon) = certificate.as_ref().and_then(CertificateReport::soon) {
-        let gap = if reason.is_empty() { "" } else { "; " };
-        reason = format!("{reason}{gap}{soon}");
-    }
-    NodeReport {
-        id: id.to_owned(),
-        state: node.state.as_str(),
-        reason,
-        address: seen.advertise.clone(),
-        agent_version: seen.agent_version.clone(),
-        labels: seen.labels.clone(),
-        engines: seen.engines.clone(),
-        gpu_class: node.gpus.first().map(|gpu| gpu.class.clone()),
-        gpus: node.gpus.len(),
-        gpus_free: node.gpus.iter().filter(|gpu| gpu.free()).count(),
-        cpus: node.cpus,
-        cpus_free: node.cpus_free,
-        memory_gib: node.memory_gib,
-        memory_gib_free: node.memory_gib_free,
-        replicas: mine
-            .iter()
-            .map(|replica| replica.spec.replica.clone())
-            .collect(),
-        last_heard_ms_ago: view.observed.now_ms.saturating_sub(seen.last_heard_ms),
-        certificate,
-    }
-}
-
-impl CertificateReport {
-    fn of(certificate: &NodeCertificate) -> CertificateReport {
-        CertificateReport {
-            name: certificate.name.clone(),
-            serial: certificate.serial.to_string(),
-            not_after: certificate.not_after.to_string(),
-            days_left: certificate.not_after.days_from(Moment::now()),
-        }
-    }
-
-    /// What is said of it while there is time, and when there is none.
-    fn soon(&self) -> Option<String> {
-        let (days, end) = (self.days_left, &self.not_after);
-        match days {
-            ..0 => Some(format!(
-                "its certificate expired at {end}: it is not let in again without a new one"
-            )),
-            0..EXPIRY_WARNED_DAYS => Some(format!(
-                "its certificate expires in {days} d, at {end}: `llmgw ctl cert renew` makes it last longer"
-            )),
-            _ => None,
-        }
-    }
-}
-
 /// What a drain waits for: the replacements that have no place, or else the replicas that still leave.
-fn drain_reason(replicas: &[&Replica], state: &State) -> String {
+pub(super) fn drain_reason(replicas: &[&Replica], state: &State) -> String {
     let stuck = replicas
         .iter()
         .find_map(|replica| Some((replica, state.unplaced.get(replica.model())?)));

@@ -6,14 +6,23 @@ use fake_engine::authority::{Authority, Issued, Leaf, Use};
 use llmgw_proto::identity::dialling::{Trust, connect};
 use llmgw_proto::identity::listening::AgentsTls;
 use llmgw_proto::identity::{Authorities, Certificate, Identity, Serial};
-use llmgw_proto::session::Refusal;
+use llmgw_proto::session::{Refusal, SessionId};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
 
+use super::super::Peer;
+use super::super::door::Gate;
+use super::super::keeper::{Input, Keeper};
+use super::super::seats::{Seat, Seats};
 use super::{
     Agent, AgentMessage, Arc, AsyncReadExt, AsyncWriteExt, Cause, Door, Goodbye, Heartbeat,
     NodeState, RefusalCode, Server, ServerMessage, SessionsOptions, ShardReport, ShardState,
     TcpStream, Told, quiet, read_to_the_end, register, spec, status,
 };
+
+use crate::control::observed::NodeEvent;
 
 fn identity(issued: &Issued) -> Identity {
     Identity {
@@ -410,6 +419,70 @@ async fn what_is_denied_between_the_handshake_and_the_registration_counts() {
     let refusal = last_words(&mut agent).await;
     assert!(refusal.message.contains("was revoked"), "{refusal}");
     assert!(guarded.server.observed.borrow().nodes.is_empty());
+}
+
+#[tokio::test]
+async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
+    let guarded = Guarded::start().await;
+    let lost = guarded.authority.agent("n1");
+    let own = identity(&lost);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let trust = Trust::Authorities(authorities(&[&guarded.authority]));
+    let dialling = async {
+        let socket = TcpStream::connect(address).await.unwrap();
+        connect(socket, "127.0.0.1", &trust, Some(&own))
+            .await
+            .unwrap()
+    };
+    let accepting = async {
+        let (socket, _) = listener.accept().await.unwrap();
+        guarded.tls.accept(socket).await.unwrap()
+    };
+    let (_dialled, accepted) = tokio::join!(dialling, accepting);
+    // It was let in, and the list changed before the table heard of it.
+    let gate = Gate::new(Door::Tls(guarded.tls.clone()), true, serials(&[&lost]));
+    let timing = watch::Sender::new(quiet().timing);
+    let (seats, tails) = (Arc::new(Seats::new()), Arc::default());
+    let (keeper, mut observed) = Keeper::new(timing.subscribe(), seats, Arc::new(gate), tails);
+    let (outgoing, mut sent) = mpsc::channel(8);
+    let (inputs, received) = mpsc::channel(8);
+    let AgentMessage::Register(register) = register("n1") else {
+        panic!("it is a registration");
+    };
+    let session = SessionId(1);
+    let over = CancellationToken::new();
+    let registers = Input::Registers {
+        session,
+        event: NodeEvent::Registered {
+            session,
+            register,
+            certificate: None,
+        },
+        seat: Seat {
+            node: "n1".to_owned(),
+            peer: Peer {
+                address,
+                showing: Arc::new(accepted.showing),
+            },
+            outgoing,
+            over: over.clone(),
+        },
+    };
+    let stop = CancellationToken::new();
+    let _stop = stop.clone().drop_guard();
+    tokio::spawn(keeper.run(received, stop));
+    inputs.send(registers).await.unwrap();
+    over.cancelled().await;
+    // What is published with the next tick is what there is after it.
+    observed.borrow_and_update();
+    observed.changed().await.unwrap();
+    let ServerMessage::Refused(refusal) = sent.recv().await.unwrap().message else {
+        panic!("it was not refused");
+    };
+    assert!(refusal.message.contains("was revoked"), "{refusal}");
+    assert!(sent.recv().await.is_none(), "nothing follows");
+    assert!(observed.borrow().nodes.is_empty());
 }
 
 #[tokio::test]
