@@ -29,7 +29,7 @@ pub use self::stand_in::Program;
 use super::harness::{Answer, Client, End, chat};
 
 /// No test waits for longer; none waits for less than what it waits for.
-const PATIENCE: Duration = Duration::from_secs(90);
+const PATIENCE: Duration = Duration::from_secs(180);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// An agent that has not stopped by then is killed.
 const STOP_MAX: Duration = Duration::from_secs(5);
