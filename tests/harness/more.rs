@@ -132,6 +132,7 @@ pub fn llmgw(directory: &Path, arguments: &[&str]) -> Ran {
         .current_dir(directory)
         .env_remove("LLMGW_ADMIN")
         .env_remove("LLMGW_ADMIN_TOKEN")
+        .env_remove("LLMGW_ADMIN_CA")
         .stdin(Stdio::null())
         .output()
         .unwrap();

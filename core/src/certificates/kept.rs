@@ -303,6 +303,8 @@ impl Kept {
 
     /// Shows it from now on.
     fn take(&mut self, material: Material) {
+        // Before anything is said: who reads of it may count on it.
+        self.shows.show(&material);
         let (old, new) = (self.material.certificate(), material.certificate());
         let key = self.listener.serves.key();
         match old.fingerprint == new.fingerprint {
@@ -321,7 +323,6 @@ impl Kept {
         for remark in fit::remarks(&self.listener, new) {
             tracing::warn!("{remark}");
         }
-        self.shows.show(&material);
         self.material = Arc::new(material);
     }
 }

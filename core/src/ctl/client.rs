@@ -89,7 +89,7 @@ impl fmt::Display for ClientError {
             ClientError::Token => {
                 f.write_str("the token holds characters that cannot be sent in a header")
             }
-            ClientError::Authority(problem) => write!(f, "the authority of --ca: {problem}"),
+            ClientError::Authority(problem) => write!(f, "the authority of --admin-ca: {problem}"),
             ClientError::Tls { url, problem } => write!(f, "{url}: {problem}"),
             ClientError::Unreachable { url, reason } => write!(
                 f,
@@ -145,13 +145,13 @@ impl Admin {
             (Some("http"), None) => None,
             (Some("http"), Some(_)) => {
                 return Err(refuse(
-                    "an authority is given (--ca, LLMGW_ADMIN_CA), and http would not ask for its word; write https://",
+                    "an authority is given (--admin-ca, LLMGW_ADMIN_CA), and http would not ask for its word; write https://",
                 ));
             }
             (Some("https"), Some(ca)) => Some(Authority::load(ca).map_err(ClientError::Authority)?),
             (Some("https"), None) => {
                 return Err(refuse(
-                    "https needs the authority that issued the server's certificate: give its file with --ca FILE or LLMGW_ADMIN_CA",
+                    "https needs the authority that issued the server's certificate: give its file with --admin-ca FILE or LLMGW_ADMIN_CA",
                 ));
             }
             _ => return Err(refuse("the scheme is neither http nor https")),

@@ -53,8 +53,9 @@ pub struct CtlArgs {
     )]
     pub token: Option<String>,
     /// The authority (PEM) that issued the certificate of the admin address, which is then dialled over https.
+    // `ctl cert` has a `--ca` of its own, which is a directory.
     #[arg(long, global = true, env = "LLMGW_ADMIN_CA", value_name = "FILE")]
-    pub ca: Option<PathBuf>,
+    pub admin_ca: Option<PathBuf>,
     #[arg(
         long,
         global = true,
@@ -233,7 +234,8 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
 
 fn admin(args: &CtlArgs) -> Result<Admin, ClientError> {
     // An empty variable is one that is not set.
-    let ca = args.ca.as_deref().filter(|ca| !ca.as_os_str().is_empty());
+    let ca = args.admin_ca.as_deref();
+    let ca = ca.filter(|ca| !ca.as_os_str().is_empty());
     Admin::new(&args.admin, args.token.as_deref(), ca)
 }
 

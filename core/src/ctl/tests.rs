@@ -146,12 +146,12 @@ async fn messages_name_the_address_and_the_way_out() {
         (
             "https://x",
             Some(ca),
-            ["--ca: /nonexistent/ca.pem", "cannot be read"],
+            ["--admin-ca: /nonexistent/ca.pem", "cannot be read"],
         ),
         (
             "x:1",
             Some(ca),
-            ["--ca: /nonexistent/ca.pem", "cannot be read"],
+            ["--admin-ca: /nonexistent/ca.pem", "cannot be read"],
         ),
     ] {
         let error = Admin::new(url, None, ca).err().unwrap();

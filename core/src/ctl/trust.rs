@@ -65,7 +65,7 @@ impl fmt::Display for NotTrusted {
                 write!(
                     f,
                     "the certificate there ({}) was issued by `{}` ({shown}), and {file} holds {}; \
-                     give the ca.pem of that server's authority with --ca FILE or LLMGW_ADMIN_CA",
+                     give the ca.pem of that server's authority with --admin-ca FILE or LLMGW_ADMIN_CA",
                     described(certificate),
                     certificate.issuer,
                     known.join(", ")
