@@ -4,7 +4,7 @@ use std::path::Path;
 
 use llmgw_proto::identity::Authorities;
 use llmgw_proto::identity::certificate::Validity;
-use llmgw_proto::identity::files::{self, FileFault, FileProblem, read_key};
+use llmgw_proto::identity::files::{self, FileFault, FileProblem, Readers, read_key};
 use llmgw_proto::identity::moment::Moment;
 use llmgw_proto::regular;
 use rcgen::{Issuer, KeyPair, PublicKeyData};
@@ -33,7 +33,7 @@ impl Authority {
         let text = text_of(certificate)?;
         let authorities = Authorities::from_pem(text.as_bytes())
             .map_err(|fault| FileProblem::new(certificate, fault))?;
-        let own = KeyPair::try_from(&read_key(key)?)
+        let own = KeyPair::try_from(&read_key(key, Readers::Owner)?)
             .map_err(|_| FileProblem::new(key, FileFault::BadKey))?;
         let public_key = own.subject_public_key_info();
         let pairs = authorities.certificates.into_iter().zip(authorities.der);

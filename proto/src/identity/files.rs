@@ -4,7 +4,7 @@
 
 use std::fmt;
 use std::io::{self, Read};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,6 +19,18 @@ use crate::regular;
 pub const FILE_MAX_BYTES: u64 = 1 << 20;
 /// The bits that let others than the owner at a key.
 const OTHERS_MODE: u32 = 0o077;
+/// The one of them that root may give away: how a key is shared with a service that is not root (Debian's `ssl-cert`, a Kubernetes `fsGroup`).
+const GROUP_READS_MODE: u32 = 0o040;
+const ROOT: u32 = 0;
+
+/// Who may read a private key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Readers {
+    /// An authority's key: whoever has it is everybody.
+    Owner,
+    /// A server's or agent's own: also the group of a file that is root's.
+    OwnerOrRootsGroup,
+}
 
 /// A certificate, what was sent along with it, and the key that belongs to it.
 #[derive(Clone)]
@@ -86,7 +98,7 @@ impl Identity {
     /// Reads both files and checks that they belong together, and that the key is its owner's alone.
     pub fn load(certificate: &Path, key: &Path) -> Result<Identity, FileProblem> {
         let chain = read_certificates(certificate)?;
-        let private = read_key(key)?;
+        let private = read_key(key, Readers::OwnerOrRootsGroup)?;
         let in_certificate = |fault| FileProblem::new(certificate, fault);
         let leaf = read_certificate(&chain[0]).map_err(in_certificate)?;
         let signing = aws_lc_rs::sign::any_supported_type(&private)
@@ -145,22 +157,33 @@ pub fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Fi
     Pem::read(path)?.certificates()
 }
 
-/// Reads a private key that nobody but its owner gets at.
-pub fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, FileProblem> {
+/// Reads a private key that nobody else gets at.
+pub fn read_key(path: &Path, readers: Readers) -> Result<PrivateKeyDer<'static>, FileProblem> {
     let pem = Pem::read(path)?;
     let in_file = |fault| FileProblem::new(path, fault);
     // A certificate in the key's place is the graver slip, and may be open to all.
     let is_certificate = !pem.certificates.is_empty();
-    let mode = pem.mode;
+    let (mode, owner) = (pem.mode, pem.owner);
     let key = pem.key.ok_or_else(|| {
         in_file(match is_certificate {
             true => FileFault::CertificateInstead,
             false => FileFault::NeitherInstead,
         })
     })?;
-    match mode & OTHERS_MODE {
-        0 => Ok(key),
-        _ => Err(in_file(FileFault::OpenToOthers { mode })),
+    match readers.suffice(mode, owner) {
+        true => Ok(key),
+        false => Err(in_file(FileFault::OpenToOthers { mode })),
+    }
+}
+
+impl Readers {
+    /// Whether a file of this mode and owner is open to nobody else.
+    fn suffice(self, mode: u32, owner: u32) -> bool {
+        let open = match self {
+            Readers::OwnerOrRootsGroup if owner == ROOT => OTHERS_MODE & !GROUP_READS_MODE,
+            Readers::OwnerOrRootsGroup | Readers::Owner => OTHERS_MODE,
+        };
+        mode & open == 0
     }
 }
 
@@ -172,6 +195,7 @@ fn read_certificate(der: &CertificateDer<'_>) -> Result<Certificate, FileFault> 
 struct Pem {
     path: PathBuf,
     mode: u32,
+    owner: u32,
     certificates: Vec<CertificateDer<'static>>,
     /// The first one.
     key: Option<PrivateKeyDer<'static>>,
@@ -183,7 +207,8 @@ impl Pem {
         let io = |error| in_file(FileFault::Io(error));
         let file = regular::open(path).map_err(io)?;
         // Of the open file, not of the name: it may be replaced meanwhile.
-        let mode = file.metadata().map_err(io)?.permissions().mode() & 0o7777;
+        let metadata = file.metadata().map_err(io)?;
+        let mode = metadata.permissions().mode() & 0o7777;
         let mut text = Vec::new();
         file.take(FILE_MAX_BYTES + 1)
             .read_to_end(&mut text)
@@ -195,6 +220,7 @@ impl Pem {
         Ok(Pem {
             path: path.to_owned(),
             mode,
+            owner: metadata.uid(),
             ..pem
         })
     }
@@ -203,6 +229,7 @@ impl Pem {
         let mut pem = Pem {
             path: PathBuf::new(),
             mode: 0,
+            owner: ROOT,
             certificates: Vec::new(),
             key: None,
         };

@@ -162,10 +162,10 @@ fn what_is_wrong_with_a_pair_is_said_with_the_file_and_the_way_out() {
     }
     let as_key: [(&str, &str, u32, &str); 9] = [
         (
-            "group.pem",
+            "all.pem",
             &one.key,
-            0o640,
-            "group.pem: others than its owner get at this private key (mode 0640); run `chmod 600 group.pem`",
+            0o644,
+            "all.pem: others than its owner get at this private key (mode 0644); run `chmod 600 all.pem`",
         ),
         (
             "world.pem",
@@ -273,5 +273,25 @@ fn only_authorities_are_trusted() {
         let file = folder.file(name, text, 0o644);
         let problem = Authorities::load(&file).err().unwrap();
         assert!(folder.said(&problem).starts_with(said), "{problem}");
+    }
+}
+
+#[test]
+fn a_key_is_its_owners_alone_or_that_of_a_group_that_root_chose() {
+    use Readers::{Owner, OwnerOrRootsGroup};
+    const SOMEBODY: u32 = 1_000;
+    for (readers, mode, owner, suffices) in [
+        (Owner, 0o600, SOMEBODY, true),
+        (Owner, 0o400, ROOT, true),
+        (Owner, 0o640, ROOT, false),
+        (OwnerOrRootsGroup, 0o600, SOMEBODY, true),
+        (OwnerOrRootsGroup, 0o640, ROOT, true),
+        (OwnerOrRootsGroup, 0o440, ROOT, true),
+        (OwnerOrRootsGroup, 0o440, SOMEBODY, false),
+        (OwnerOrRootsGroup, 0o660, ROOT, false),
+        (OwnerOrRootsGroup, 0o644, ROOT, false),
+    ] {
+        let found = readers.suffice(mode, owner);
+        assert_eq!(found, suffices, "{readers:?} {mode:o} of {owner}");
     }
 }
