@@ -2,6 +2,7 @@
 
 mod harness;
 
+use std::io::{Read, Write};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -470,4 +471,57 @@ fn one_of_many(gateway: &Gateway, number: usize) -> bool {
         assert_eq!(answer.data().last().unwrap(), "[DONE]");
     }
     whole
+}
+
+#[test]
+fn requests_over_http2_that_are_taken_back_unread_end_no_other_one_on_their_connection() {
+    const TAKEN_BACK: u32 = 200;
+    let engine = start(Options::new(Kind::Vllm)).unwrap();
+    let gateway = Gateway::over("vllm", &[&engine]);
+    // `GET /v1/models`: method and scheme by number, the path in letters.
+    let headers = [&[0x82, 0x86, 0x04, 10], &b"/v1/models"[..]].concat();
+    let stream_of = |number: u32| 2 * number + 1;
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    bytes.extend(h2_frame(SETTINGS, 0, 0, &[]));
+    for number in 0..=TAKEN_BACK {
+        bytes.extend(h2_frame(HEADERS, 0x5, stream_of(number), &headers));
+        if number < TAKEN_BACK {
+            bytes.extend(h2_frame(
+                RST_STREAM,
+                0,
+                stream_of(number),
+                &8_u32.to_be_bytes(),
+            ));
+        }
+    }
+    let mut stream = std::net::TcpStream::connect(gateway.addr).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    // In one piece: all are there before the first one is looked at.
+    stream.write_all(&bytes).unwrap();
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).unwrap();
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
+        let mut payload = vec![0; length];
+        stream.read_exact(&mut payload).unwrap();
+        let text = String::from_utf8_lossy(&payload);
+        assert_ne!(head[3], GOAWAY, "the connection was ended: {text}");
+        let id = u32::from_be_bytes([head[5], head[6], head[7], head[8]]);
+        if head[3] == HEADERS && id == stream_of(TAKEN_BACK) {
+            // `:status 200`, by number.
+            assert_eq!(payload[0], 0x88, "{payload:?}");
+            return;
+        }
+    }
+}
+
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const GOAWAY: u8 = 7;
+
+fn h2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    let head = [&length[1..], &[kind, flags], &stream.to_be_bytes()].concat();
+    [&head, payload].concat()
 }

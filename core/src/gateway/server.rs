@@ -35,6 +35,9 @@ const HEADERS_MAX: usize = 128;
 /// What an HTTP/2 client says first (RFC 9113, 3.4).
 const H2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const H2_STREAMS_MAX: u32 = 1_024;
+/// Requests of one connection that were taken back before they were read. More of them end it, with all that streams on it: with fewer
+/// allowed, a busy machine would do that to many clients behind one connection of which some leave early.
+const H2_UNREAD_RESETS_MAX: usize = 1_024;
 const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const H2_CONNECTION_WINDOW_BYTES: u32 = 4 * 1024 * 1024;
 const H2_SEND_BUFFER_MAX_BYTES: usize = 64 * 1024;
@@ -133,6 +136,7 @@ fn connection_builder() -> auto::Builder<TokioExecutor> {
         .timer(TokioTimer::new())
         .keep_alive_interval(Some(H2_KEEPALIVE_INTERVAL))
         .max_concurrent_streams(H2_STREAMS_MAX)
+        .max_pending_accept_reset_streams(H2_UNREAD_RESETS_MAX)
         .initial_stream_window_size(H2_STREAM_WINDOW_BYTES)
         .initial_connection_window_size(H2_CONNECTION_WINDOW_BYTES)
         .max_send_buf_size(H2_SEND_BUFFER_MAX_BYTES);
