@@ -11,10 +11,15 @@ const SECRET_BYTES: usize = 32;
 
 /// Something that nobody can guess, in hex. `None` where the system has no random bytes.
 pub fn secret() -> Option<String> {
-    let mut random = [0; SECRET_BYTES];
+    bytes::<SECRET_BYTES>().map(|random| hex(&random))
+}
+
+/// Bytes that nobody can guess. `None` where the system has none.
+pub fn bytes<const N: usize>() -> Option<[u8; N]> {
+    let mut random = [0; N];
     let provider = rustls::crypto::aws_lc_rs::default_provider();
     provider.secure_random.fill(&mut random).ok()?;
-    Some(hex(&random))
+    Some(random)
 }
 
 /// A random number in 0..1, for jitter.

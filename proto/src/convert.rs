@@ -16,6 +16,7 @@ use crate::wire::shape::{
     GPUS_MAX, HEALTH_FLAGS_MAX, MESSAGE_MAX_BYTES, NAME_MAX_BYTES, SENTENCE_MAX_BYTES, Shaped,
 };
 
+pub(crate) mod enrolment;
 mod inventory;
 mod shard;
 mod words;

@@ -1,4 +1,4 @@
-//! Who may speak: certificates as both sides read them, the files that hold them, and requests to sign a key.
+//! Who may speak: certificates as both sides read them, the files that hold them, requests to sign a key, and tokens for a first contact.
 
 pub mod certificate;
 pub mod dialling;
@@ -12,6 +12,7 @@ pub mod problem;
 pub mod request;
 #[cfg(test)]
 mod testing;
+pub mod token;
 pub mod verdict;
 
 pub use certificate::{Certificate, Fingerprint, NoCertificate, Serial, Usages};
@@ -19,3 +20,4 @@ pub use files::{Authorities, FileProblem, Identity};
 pub use host::Host;
 pub use moment::Moment;
 pub use request::{KeyAndRequest, RequestedKey};
+pub use token::EnrolmentToken;

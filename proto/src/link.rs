@@ -22,7 +22,8 @@ use tokio::task::JoinSet;
 use tonic::codegen::tokio_stream::Stream;
 use tonic::{Code, Status, async_trait};
 
-use crate::convert::{Framed, Words};
+use crate::convert::{Framed, Words, enrolment};
+use crate::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
 use crate::session::{AgentMessage, ServerMessage};
 use crate::wire;
 use crate::wire::error::WireError;
@@ -46,7 +47,7 @@ pub struct KeepAlive {
     pub timeout: Duration,
 }
 
-/// What a server does with a session. One per connection.
+/// What a server does with a session, or with a node that has no certificate yet. One per connection.
 pub trait Host: Send + Sync + 'static {
     /// How much of one message is taken in, before it is looked at.
     fn message_max_bytes(&self) -> usize {
@@ -61,6 +62,12 @@ pub trait Host: Send + Sync + 'static {
         &self,
         heard: Hearing<AgentMessage>,
     ) -> Result<mpsc::Receiver<Framed<ServerMessage>>, &'static str>;
+
+    /// A node asks for a certificate, or sends what is no such question.
+    fn enrol(
+        &self,
+        asked: Result<EnrolmentRequest, WireError>,
+    ) -> impl Future<Output = Result<Enrolled, EnrolmentRefusal>> + Send;
 }
 
 /// What comes in, message by message.
@@ -128,6 +135,41 @@ pub async fn dial<S>(
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
+    let (mut client, dialled) = client(socket, keep_alive).await?;
+    let heard = client
+        .session(Outgoing(outgoing))
+        .await
+        .map_err(|status| LinkError(with_hint(told(&status))))?;
+    Ok((Hearing(heard.into_inner()), dialled))
+}
+
+/// Asks for a certificate on a socket, and closes it.
+///
+/// # Errors
+/// The other side does not speak HTTP/2, or is no server of ours, or of a release before this one.
+pub async fn enrol<S>(
+    socket: S,
+    keep_alive: KeepAlive,
+    request: &EnrolmentRequest,
+) -> Result<Result<Enrolled, EnrolmentRefusal>, LinkError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let (mut client, _dialled) = client(socket, keep_alive).await?;
+    let answer = client
+        .enroll(enrolment::request_out(request))
+        .await
+        .map_err(|status| LinkError(with_hint(told(&status))))?;
+    enrolment::answer_in(answer.into_inner()).map_err(|error| LinkError(error.to_string()))
+}
+
+async fn client<S>(
+    socket: S,
+    keep_alive: KeepAlive,
+) -> Result<(FleetClient<Requests>, Dialled), LinkError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
     let tasks = Tasks::default();
     let (requests, connection) = hyper::client::conn::http2::Builder::new(tasks.clone())
         .timer(TokioTimer::new())
@@ -145,15 +187,10 @@ where
     tasks.execute(async move {
         let _ = connection.await;
     });
-    let dialled = Dialled(tasks);
-    let mut client = FleetClient::with_origin(Requests(requests), Uri::from_static("http://fleet"))
+    let client = FleetClient::with_origin(Requests(requests), Uri::from_static("http://fleet"))
         .max_decoding_message_size(MESSAGE_MAX_BYTES)
         .max_encoding_message_size(MESSAGE_MAX_BYTES);
-    let heard = client
-        .session(Outgoing(outgoing))
-        .await
-        .map_err(|status| LinkError(with_hint(told(&status))))?;
-    Ok((Hearing(heard.into_inner()), dialled))
+    Ok((client, Dialled(tasks)))
 }
 
 /// Serves a socket until its connection ends. Dropped, it cuts it.
@@ -254,11 +291,11 @@ impl<H: Host> Fleet for Served<H> {
 
     async fn enroll(
         &self,
-        _: tonic::Request<wire::EnrollRequest>,
+        request: tonic::Request<wire::EnrollRequest>,
     ) -> Result<tonic::Response<wire::EnrollResponse>, Status> {
-        Err(Status::unimplemented(
-            "this server does not enrol agents; copy it a certificate",
-        ))
+        let asked = enrolment::request_in(request.into_inner());
+        let answer = self.0.enrol(asked).await;
+        Ok(tonic::Response::new(enrolment::answer_out(answer)))
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
+use llmgw_proto::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
 use llmgw_proto::inventory::Inventory;
 use llmgw_proto::inventory::gpu::{HealthCode, HealthFlag};
 use llmgw_proto::link::{self, Heard, Hearing, Host, KeepAlive};
@@ -16,6 +17,7 @@ use llmgw_proto::session::{
     SessionId, ShardReport, StartShard, StopHow, StopShard, TailLog, Welcome,
 };
 use llmgw_proto::shard::{LogLine, Readiness, ShardSpec, ShardState, ShardStatus};
+use llmgw_proto::wire::error::WireError;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
@@ -152,6 +154,13 @@ struct Accepting {
 }
 
 impl Host for Accepting {
+    async fn enrol(
+        &self,
+        _: Result<EnrolmentRequest, WireError>,
+    ) -> Result<Enrolled, EnrolmentRefusal> {
+        panic!("nobody asks for a certificate here")
+    }
+
     fn session(
         &self,
         heard: Hearing<AgentMessage>,

@@ -10,7 +10,9 @@ use http::{StatusCode, Uri};
 use llmgw_proto::shard::LogLine;
 use serde_json::{Value, json};
 
+use crate::config::UtcTime;
 use crate::control::controller::{Controller, OperatorError, Output};
+use crate::control::enrolment::{Enrolment, IssueError, LIFETIME_DEFAULT};
 
 /// Asks a node for a shard's last lines; the error is for a person.
 pub type Tail = Arc<
@@ -29,6 +31,8 @@ pub struct FleetAdmin {
     pub controller: Arc<Controller>,
     /// `(node, shard, lines)`.
     pub tail: Tail,
+    /// Who makes tokens. None: nobody does.
+    pub enrolment: Option<Arc<Enrolment>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +66,8 @@ pub enum FleetError {
     Operator(OperatorError),
     /// The node did not give its lines.
     Tail(String),
+    /// There is no new token.
+    Token(IssueError),
     Died,
 }
 
@@ -200,13 +206,43 @@ pub async fn order(
     carried_out.await.map_err(|_| FleetError::Died)?
 }
 
+/// Makes a token for a node's first contact: `?node=N`, `&lifetime_ms=D`. It is in this answer and nowhere else.
+pub async fn token(fleet: Option<&FleetAdmin>, query: Query) -> Result<Value, FleetError> {
+    let fleet = fleet.ok_or(FleetError::NoFleet)?;
+    let enrolment = fleet.enrolment.clone();
+    let enrolment = enrolment.ok_or(FleetError::Token(IssueError::Off))?;
+    let made = move || {
+        let node = query.text("node")?;
+        let lifetime = query.number("lifetime_ms")?.map(Duration::from_millis);
+        let lifetime = lifetime.unwrap_or(LIFETIME_DEFAULT);
+        let issued = enrolment.issue(&node, lifetime, UtcTime::now());
+        let issued = issued.map_err(FleetError::Token)?;
+        tracing::info!(
+            "a token was made for node `{node}`, which works until {}",
+            issued.expires
+        );
+        Ok(json!({
+            "token": issued.token.expose(),
+            "node": node,
+            "expires": issued.expires.to_string(),
+        }))
+    };
+    // It writes to the disk.
+    let made = tokio::task::spawn_blocking(made);
+    made.await.map_err(|_| FleetError::Died)?
+}
+
 impl FleetError {
     pub fn status(&self) -> StatusCode {
         match self {
             FleetError::NoFleet | FleetError::Operator(_) => StatusCode::NOT_FOUND,
             FleetError::Query(_) => StatusCode::BAD_REQUEST,
             FleetError::Tail(_) => StatusCode::BAD_GATEWAY,
-            FleetError::Died => StatusCode::INTERNAL_SERVER_ERROR,
+            FleetError::Token(IssueError::Node(_) | IssueError::Lifetime(_)) => {
+                StatusCode::BAD_REQUEST
+            }
+            FleetError::Token(IssueError::Off | IssueError::Full) => StatusCode::CONFLICT,
+            FleetError::Token(_) | FleetError::Died => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
@@ -218,6 +254,8 @@ impl FleetError {
             FleetError::Operator(OperatorError::Unknown { .. }) => "unknown_name",
             FleetError::Operator(OperatorError::NoProfiles { .. }) => "no_profiles",
             FleetError::Tail(_) => "no_logs",
+            FleetError::Token(IssueError::Off) => "enrolment_off",
+            FleetError::Token(_) => "no_token",
             FleetError::Died => "died",
         }
     }
@@ -232,6 +270,7 @@ impl fmt::Display for FleetError {
             FleetError::Query(name) => write!(f, "`{name}` is missing in the query, or is none"),
             FleetError::Operator(error) => error.fmt(f),
             FleetError::Tail(reason) => f.write_str(reason),
+            FleetError::Token(error) => error.fmt(f),
             FleetError::Died => f.write_str("the answer panicked, see the log"),
         }
     }

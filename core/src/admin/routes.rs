@@ -39,9 +39,10 @@ enum Route {
     Reload,
     Fleet(FleetQuestion),
     ChangeFleet(FleetOrder),
+    NewToken,
 }
 
-const ROUTES: [(&str, Route); 20] = [
+const ROUTES: [(&str, Route); 21] = [
     ("/metrics", Route::Metrics),
     ("/healthz", Route::Health),
     ("/readyz", Route::Ready),
@@ -71,6 +72,7 @@ const ROUTES: [(&str, Route); 20] = [
     ("/v1/nodes/drain", Route::ChangeFleet(FleetOrder::Drain)),
     ("/v1/nodes/undrain", Route::ChangeFleet(FleetOrder::Undrain)),
     ("/v1/replicas/stop", Route::ChangeFleet(FleetOrder::Stop)),
+    ("/v1/tokens/new", Route::NewToken),
 ];
 
 /// Why a request was refused. [`refuse`] is the one place that turns it into an answer.
@@ -114,6 +116,13 @@ async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, R
             let message = message.map_err(Refusal::Fleet)?;
             return Ok(json_answer(StatusCode::OK, &json!({"message": message})));
         }
+        Route::NewToken => {
+            let query = Query::of(request.uri());
+            accept_change(request).await?;
+            let token = fleet::token(admin.fleet.as_ref(), query).await;
+            let token = token.map_err(Refusal::Fleet)?;
+            return Ok(json_answer(StatusCode::OK, &token));
+        }
         _ => {}
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
@@ -131,9 +140,11 @@ async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, R
             let answer = fleet::ask(admin.fleet.as_ref(), question, query).await;
             json_answer(StatusCode::OK, &answer.map_err(Refusal::Fleet)?)
         }
-        Route::Policies | Route::ChangePolicies(_) | Route::ChangeFleet(_) | Route::Reload => {
-            json_answer(StatusCode::OK, &policy_status(admin).await)
-        }
+        Route::Policies
+        | Route::ChangePolicies(_)
+        | Route::ChangeFleet(_)
+        | Route::NewToken
+        | Route::Reload => json_answer(StatusCode::OK, &policy_status(admin).await),
     })
 }
 

@@ -108,6 +108,7 @@ fn agents(config: &Config, found: &mut Vec<Finding>) {
     let Some(agents) = &config.agents else { return };
     let place = Place::root().key("agents");
     let authority = agents.tls.as_ref().is_some_and(|tls| tls.ca.is_some());
+    let signs = agents.tls.as_ref().is_some_and(|tls| tls.ca_key.is_some());
     if let Err(wrong) = agents.check() {
         found.push(Finding::new(
             place.key("listen"),
@@ -121,6 +122,13 @@ fn agents(config: &Config, found: &mut Vec<Finding>) {
             place.key("require_identity"),
             wrong,
             "set `tls.ca`, or `require_identity: false`",
+        ));
+    }
+    if signs && !authority {
+        found.push(Finding::new(
+            place.key("tls").key("ca_key"),
+            "needs `ca`: nodes that enrol get that certificate along with their own",
+            "set `ca: ca.pem` beside it",
         ));
     }
     if agents.lost_after < agents.heartbeat {

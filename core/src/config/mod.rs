@@ -129,6 +129,8 @@ pub struct AgentsTls {
     pub key: PathBuf,
     /// The authority that agents' certificates come from.
     pub ca: Option<PathBuf>,
+    /// That authority's key, where nodes get their certificates from this server.
+    pub ca_key: Option<PathBuf>,
 }
 
 /// Bounds of one request.

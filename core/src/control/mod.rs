@@ -1,7 +1,8 @@
 //! The control plane: the fleet as heard and as data, where a replica goes in it and why not elsewhere, and what keeps it running.
 //!
 //! - [`snapshot`]: the fleet at one moment, the file `schema: llmgw.fleet/1`.
-//! - [`sessions`]: the agents' streams, which feed it. The only part with I/O.
+//! - [`sessions`]: the agents' streams, which feed it. With [`enrolment`] the only part with I/O.
+//! - [`enrolment`]: the tokens that a new node gets its certificate with.
 //! - [`placement`]: `place(snapshot, job, policy) -> Decision`; nothing here does I/O, reads a clock or draws a random number.
 //! - [`observed`]: what agents said, and the pure table that keeps it.
 //! - [`replicas`]: the replicas in what agents said. [`memory`]: what is remembered beside it: starts, who leaves, failures.
@@ -11,6 +12,7 @@
 //! - [`explain`]: a decision for people: why does it not run, and what would make it.
 
 pub mod controller;
+pub mod enrolment;
 pub mod explain;
 pub mod launch;
 pub mod memory;

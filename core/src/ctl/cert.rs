@@ -249,7 +249,7 @@ fn new_certificate(path: &Path, text: String) -> NewFile {
     }
 }
 
-fn node_id(text: &str) -> Result<String, String> {
+pub(super) fn node_id(text: &str) -> Result<String, String> {
     match is_node_id(text) {
         true => Ok(text.to_owned()),
         false => Err(format!(

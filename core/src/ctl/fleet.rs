@@ -19,7 +19,14 @@ const DRAIN_POLL: Duration = Duration::from_millis(500);
 /// `ctl drain` waits no longer; the drain goes on.
 const DRAIN_WAIT_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 /// Codes of refusals that are the answer to what was asked, and no trouble with the server.
-const FAILED_CODES: [&str; 4] = ["unknown_name", "no_profiles", "no_logs", "no_fleet"];
+const FAILED_CODES: [&str; 6] = [
+    "unknown_name",
+    "no_profiles",
+    "no_logs",
+    "no_fleet",
+    "enrolment_off",
+    "no_token",
+];
 
 /// What can be asked of the fleet, and ordered.
 #[derive(Debug, Subcommand)]
@@ -371,7 +378,7 @@ fn flag(force: bool) -> &'static str {
     if force { "&force" } else { "" }
 }
 
-fn got(answer: Result<Value, ClientError>) -> Result<Value, CtlError> {
+pub(super) fn got(answer: Result<Value, ClientError>) -> Result<Value, CtlError> {
     match answer {
         Err(ClientError::Refused { code, message, .. })
             if FAILED_CODES.contains(&code.as_str()) =>
@@ -383,7 +390,7 @@ fn got(answer: Result<Value, ClientError>) -> Result<Value, CtlError> {
 }
 
 /// Everything but letters, digits and `-_.` as `%XX`.
-fn encode(text: &str) -> String {
+pub(super) fn encode(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {
         match byte {

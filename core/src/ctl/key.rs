@@ -106,7 +106,7 @@ impl Key {
 }
 
 /// The moment that a text names; one that is past is none.
-fn end_of(text: &str, now: UtcTime) -> Option<UtcTime> {
+pub(super) fn end_of(text: &str, now: UtcTime) -> Option<UtcTime> {
     let seconds = match text.strip_suffix('d') {
         Some(days) => days.parse::<u64>().ok()?.checked_mul(DAY_SECONDS)?,
         None => match text.parse::<HumanDuration>() {

@@ -10,6 +10,7 @@ mod key;
 mod policies;
 mod show;
 pub(crate) mod table;
+mod token;
 mod trust;
 
 use std::fmt;
@@ -25,6 +26,7 @@ pub use cert::CertCommand;
 use client::{Admin, ClientError};
 pub use fleet::FleetCommand;
 pub use policies::PoliciesCommand;
+pub use token::TokenArgs;
 
 use crate::config::UtcTime;
 
@@ -109,11 +111,20 @@ pub enum CtlCommand {
         #[command(subcommand)]
         command: KeyCommand,
     },
-    /// Certificates that servers and agents show each other. The server is not asked.
+    /// Certificates that servers and agents show each other. The server is asked for a token only.
     Cert {
         #[command(subcommand)]
-        command: CertCommand,
+        command: Certificates,
     },
+}
+
+/// What can be done with certificates.
+#[derive(Debug, Subcommand)]
+pub enum Certificates {
+    #[command(flatten)]
+    Files(CertCommand),
+    /// Have the server make a token, which a new node gets its certificate with, once.
+    Token(TokenArgs),
 }
 
 /// What can be done with keys.
@@ -136,6 +147,8 @@ enum CtlError {
     Client(ClientError),
     Key(key::KeyError),
     Cert(cert::CertError),
+    /// What is wrong with the arguments.
+    Usage(String),
     /// The server did not do it, and said why.
     Failed(String),
     Output(std::io::Error),
@@ -146,6 +159,7 @@ impl CtlError {
         match self {
             CtlError::Client(error) => error.exit_status(),
             CtlError::Key(error) => error.exit_status(),
+            CtlError::Usage(_) => 2,
             CtlError::Cert(_) | CtlError::Failed(_) | CtlError::Output(_) => 1,
         }
     }
@@ -157,7 +171,7 @@ impl fmt::Display for CtlError {
             CtlError::Client(error) => error.fmt(f),
             CtlError::Key(error) => error.fmt(f),
             CtlError::Cert(error) => error.fmt(f),
-            CtlError::Failed(reason) => f.write_str(reason),
+            CtlError::Usage(reason) | CtlError::Failed(reason) => f.write_str(reason),
             CtlError::Output(error) => write!(f, "could not write the output: {error}"),
         }
     }
@@ -210,7 +224,15 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
         CtlCommand::Key {
             command: KeyCommand::New { tenant, expires },
         } => return new_key(tenant, expires.as_deref(), args.format, out),
-        CtlCommand::Cert { command } => return cert::run(command, args.format, out),
+        CtlCommand::Cert {
+            command: Certificates::Files(command),
+        } => return cert::run(command, args.format, out),
+        CtlCommand::Cert {
+            command: Certificates::Token(arguments),
+        } => {
+            let admin = Admin::new(&args.admin, args.token.as_deref())?;
+            return token::run(&admin, arguments, args.format, out).await;
+        }
         CtlCommand::Reload { confirm } => return reload(args, *confirm, out).await,
         CtlCommand::Policies {
             change: Some(change),

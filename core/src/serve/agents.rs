@@ -5,14 +5,21 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 
 use crate::config::{Agents, Config};
+use crate::control::enrolment::Enrolment;
 use crate::control::observed::Timing;
 use crate::control::sessions::{Door, Sessions, SessionsOptions};
 
 /// Serves agents until the sessions are stopped.
-pub(super) fn start(listener: TcpListener, config: &Config, door: Door) -> Arc<Sessions> {
+pub(super) fn start(
+    listener: TcpListener,
+    config: &Config,
+    door: Door,
+    enrolment: &Arc<Enrolment>,
+) -> Arc<Sessions> {
     let agents = config.agents.clone().unwrap_or_default();
     let mut options = SessionsOptions::new(Timing::from(&agents), agents.require_identity);
     options.denied = agents.deny_serials.iter().cloned().collect();
+    options.enrolment = Some(enrolment.clone());
     say(&listener, &agents, &door);
     Sessions::start(listener, door, options)
 }

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use crate::admin::fleet::FleetAdmin;
 use crate::config::Config;
 use crate::control::controller::{Controller, Looking, Serving};
+use crate::control::enrolment::Enrolment;
 use crate::control::sessions::Sessions;
 use crate::gateway::state::Gateway;
 use crate::routing::fleet::Started;
@@ -18,10 +19,15 @@ use crate::routing::outlook::Outlook;
 pub struct Fleet {
     pub sessions: Arc<Sessions>,
     pub controller: Arc<Controller>,
+    pub enrolment: Arc<Enrolment>,
 }
 
 impl Fleet {
-    pub fn over(sessions: Arc<Sessions>, gateway: &Arc<Gateway>) -> Fleet {
+    pub fn over(
+        sessions: Arc<Sessions>,
+        enrolment: Arc<Enrolment>,
+        gateway: &Arc<Gateway>,
+    ) -> Fleet {
         let controller = Controller::new(
             sessions.observed(),
             sessions.clone(),
@@ -31,6 +37,7 @@ impl Fleet {
         Fleet {
             sessions,
             controller,
+            enrolment,
         }
     }
 
@@ -44,6 +51,7 @@ impl Fleet {
         let sessions = self.sessions.clone();
         FleetAdmin {
             controller: self.controller.clone(),
+            enrolment: Some(self.enrolment.clone()),
             tail: Arc::new(move |node, shard, lines| {
                 let sessions = sessions.clone();
                 Box::pin(async move {

@@ -28,6 +28,7 @@ use self::tls::Tls;
 use crate::admin::{self, Admin};
 use crate::certificates::Opened as OpenedTls;
 use crate::config::{self, Config};
+use crate::control::enrolment::Enrolment;
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
 use crate::policy::OwnKernels;
@@ -155,10 +156,12 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
     } = checked;
     let (clients_tls, admin_tls) = (tls.clients.clone(), tls.admin.clone());
     let token = config.admin.token.clone();
-    let sessions = agents.map(|listener| agents::start(listener, &config, tls.door()));
+    let enrolment = open_enrolment(&config)?;
+    let sessions =
+        agents.map(|listener| agents::start(listener, &config, tls.door(), &enrolment));
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
-    let fleet = sessions.map(|sessions| Fleet::over(sessions, &gateway));
+    let fleet = sessions.map(|sessions| Fleet::over(sessions, enrolment, &gateway));
     let looking = match &fleet {
         Some(fleet) => Some(
             fleet
@@ -290,6 +293,13 @@ async fn drain(
         let _ = tokio::time::timeout(LAST_WORDS, connections.wait()).await;
     }
     done
+}
+
+/// The tokens of an earlier run, and who signs.
+fn open_enrolment(config: &Config) -> Result<Arc<Enrolment>, ServerError> {
+    let enrolment =
+        Enrolment::open(&config.state).map_err(|error| ServerError::Start(error.to_string()))?;
+    Ok(Arc::new(enrolment))
 }
 
 fn read_config(options: &ServerOptions) -> Result<Config, ServerError> {

@@ -22,7 +22,7 @@ pub const CERTIFICATE_MAX_BYTES: usize = 64 << 10;
 const NAME_MAX_CHARS: usize = 256;
 /// Of the hosts, so many are listed in a message.
 const HOSTS_SHOWN_MAX: usize = 12;
-const FINGERPRINT_BYTES: usize = 32;
+pub const FINGERPRINT_BYTES: usize = 32;
 /// How a fingerprint is written, before its hex digits.
 const FINGERPRINT_PREFIX: &str = "sha256:";
 

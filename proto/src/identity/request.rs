@@ -3,6 +3,8 @@
 use std::fmt;
 
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateSigningRequestDer, PrivateKeyDer};
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::oid_registry::{
     OID_EC_P256, OID_KEY_TYPE_EC_PUBLIC_KEY, OID_SIG_ECDSA_WITH_SHA256,
@@ -44,13 +46,9 @@ pub enum NoRequest {
 }
 
 impl KeyAndRequest {
-    /// The name is for people who look at the request: the server doesn't read it.
     pub fn new(node: &str) -> Result<KeyAndRequest, NoKey> {
         let key = KeyPair::generate().map_err(NoKey)?;
-        let mut params = CertificateParams::default();
-        params.distinguished_name = DistinguishedName::new();
-        params.distinguished_name.push(DnType::CommonName, node);
-        let request = params.serialize_request(&key).map_err(NoKey)?;
+        let request = unsigned(node).serialize_request(&key).map_err(NoKey)?;
         Ok(KeyAndRequest {
             key_pem: key.serialize_pem(),
             request: request.der().to_vec(),
@@ -58,7 +56,28 @@ impl KeyAndRequest {
     }
 }
 
+/// The request to sign a key that was made before, as PKCS #10 in PEM.
+pub fn request_for(key: &PrivateKeyDer<'_>, node: &str) -> Result<String, NoKey> {
+    let key = KeyPair::try_from(key).map_err(NoKey)?;
+    let request = unsigned(node).serialize_request(&key).map_err(NoKey)?;
+    request.pem().map_err(NoKey)
+}
+
+/// The name is for people who look at the request: the server doesn't read it.
+fn unsigned(node: &str) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, node);
+    params
+}
+
 impl RequestedKey {
+    /// The same from PEM.
+    pub fn from_pem(text: &str) -> Result<RequestedKey, NoRequest> {
+        let request = CertificateSigningRequestDer::from_pem_slice(text.as_bytes());
+        RequestedKey::from_request(&request.map_err(|_| NoRequest::Malformed)?)
+    }
+
     /// Reads what somebody sent who is not known yet.
     pub fn from_request(der: &[u8]) -> Result<RequestedKey, NoRequest> {
         if der.len() > REQUEST_MAX_BYTES {
@@ -139,6 +158,20 @@ mod tests {
         let requested = RequestedKey::from_request(&made.request).unwrap();
         assert_eq!(requested.der(), key.subject_public_key_info());
         assert!(made.request.len() < REQUEST_MAX_BYTES / 8);
+    }
+
+    #[test]
+    fn a_key_that_was_made_before_is_asked_for_again() {
+        let made = KeyAndRequest::new("gpu-01").unwrap();
+        let key = PrivateKeyDer::from_pem_slice(made.key_pem.as_bytes()).unwrap();
+        let text = request_for(&key, "gpu-01").unwrap();
+        assert_eq!(
+            RequestedKey::from_pem(&text),
+            RequestedKey::from_request(&made.request)
+        );
+        for text in ["", "hello", &text[..text.len() / 2], &made.key_pem] {
+            assert_eq!(RequestedKey::from_pem(text), Err(NoRequest::Malformed));
+        }
     }
 
     #[test]

@@ -7,6 +7,8 @@ use tokio::sync::mpsc;
 use tonic::Code;
 
 use super::*;
+use crate::enrolment::EnrolmentRefusalCode;
+use crate::identity::{EnrolmentToken, Fingerprint};
 use crate::session::{Goodbye, SessionId};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -28,6 +30,36 @@ impl Host for One {
         let (down, sent) = mpsc::channel(8);
         taker.send((heard, down)).map_err(|_| "nobody is here")?;
         Ok(sent)
+    }
+
+    /// Signs for `n1`, and tells others why not.
+    async fn enrol(
+        &self,
+        asked: Result<EnrolmentRequest, WireError>,
+    ) -> Result<Enrolled, EnrolmentRefusal> {
+        let refused = |code, message: &str| EnrolmentRefusal {
+            code,
+            message: message.to_owned(),
+        };
+        match asked {
+            Ok(request) if request.node == "n1" => Ok(Enrolled {
+                certificate: request.signing_request,
+                authority: request.token.expose(),
+            }),
+            Ok(_) => Err(refused(EnrolmentRefusalCode::UnknownToken, "no such token")),
+            Err(error) => Err(refused(
+                EnrolmentRefusalCode::Unreadable,
+                &error.to_string(),
+            )),
+        }
+    }
+}
+
+fn asks(node: &str) -> EnrolmentRequest {
+    EnrolmentRequest {
+        token: EnrolmentToken::new("n1", [1; 16], Fingerprint([2; 32])).unwrap(),
+        node: node.to_owned(),
+        signing_request: "request".to_owned(),
     }
 }
 
@@ -168,7 +200,7 @@ async fn a_message_that_is_too_large_is_not_even_taken_in() {
 }
 
 #[tokio::test]
-async fn a_connection_has_one_session_and_enrolment_is_not_there_yet() {
+async fn a_connection_has_one_session() {
     let (socket, mut sessions) = server();
     let mut client = raw(socket).await;
     let (_first, outgoing) = mpsc::channel::<Framed<AgentMessage>>(1);
@@ -178,8 +210,36 @@ async fn a_connection_has_one_session_and_enrolment_is_not_there_yet() {
     let refused = client.session(Outgoing(outgoing)).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition);
     assert_eq!(refused.message(), "one session each");
-    let refused = client.enroll(wire::EnrollRequest::default()).await;
-    assert_eq!(refused.unwrap_err().code(), Code::Unimplemented);
+}
+
+#[tokio::test]
+async fn a_question_for_a_certificate_is_answered_or_refused_with_its_code() {
+    let (socket, _sessions) = server();
+    let answer = enrol(socket, KEEP_ALIVE, &asks("n1")).await.unwrap();
+    let enrolled = answer.unwrap();
+    assert_eq!(enrolled.certificate, "request");
+    assert_eq!(enrolled.authority, asks("n1").token.expose());
+    let (socket, _sessions) = server();
+    let answer = enrol(socket, KEEP_ALIVE, &asks("n2")).await.unwrap();
+    let refusal = answer.unwrap_err();
+    assert_eq!(refusal.to_string(), "unknown_token: no such token");
+}
+
+#[tokio::test]
+async fn a_question_that_is_none_is_refused_and_one_that_is_too_long_is_not_taken_in() {
+    let (socket, _sessions) = server();
+    let mut client = raw(socket).await;
+    let answer = client.enroll(wire::EnrollRequest::default()).await.unwrap();
+    let refused = answer.into_inner().refused.unwrap();
+    assert_eq!(refused.code(), wire::EnrollRefusalCode::Unreadable);
+    assert_eq!(refused.message, "`enroll.token` is missing");
+    let long = wire::EnrollRequest {
+        token: "llmgw1.".repeat(1_000),
+        ..wire::EnrollRequest::default()
+    };
+    let refused = client.enroll(long).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    assert_eq!(refused.message(), "`token` is longer than 256 bytes");
 }
 
 #[tokio::test]

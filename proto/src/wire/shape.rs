@@ -208,7 +208,7 @@ const REFUSED: Shape = Shape(&[
 ]);
 
 const ENROLL_REQUEST: Shape = Shape(&[
-    text(1, "token", PATH_MAX_BYTES),
+    text(1, "token", NAME_MAX_BYTES),
     text(2, "node", NAME_MAX_BYTES),
     text(3, "signing_request", PEM_MAX_BYTES),
 ]);
@@ -216,7 +216,10 @@ const ENROLL_REQUEST: Shape = Shape(&[
 const ENROLL_RESPONSE: Shape = Shape(&[
     text(1, "certificate", PEM_MAX_BYTES),
     text(2, "authority", PEM_MAX_BYTES),
+    one(3, "refused", &ENROLL_REFUSED),
 ]);
+
+const ENROLL_REFUSED: Shape = Shape(&[text(2, "message", SENTENCE_MAX_BYTES)]);
 
 impl Shaped for super::AgentMessage {
     const SHAPE: &'static Shape = &AGENT_MESSAGE;

@@ -17,6 +17,7 @@ fn fleet() -> (Fleet, FleetAdmin) {
     let fleet = Fleet::new(&["a"], MODELS);
     let admin = FleetAdmin {
         controller: fleet.controller.clone(),
+        enrolment: None,
         tail: Arc::new(|node, shard, lines| {
             Box::pin(async move {
                 match lines {

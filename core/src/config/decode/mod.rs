@@ -172,11 +172,12 @@ impl Decode<'_, '_, '_> {
         let fields = self.fields(field, &known);
         let default = Agents::default();
         let tls = fields.get("tls").map(|field| {
-            let inner = self.fields(&field, &["cert", "key", "ca"]);
+            let inner = self.fields(&field, &["cert", "key", "ca", "ca_key"]);
             AgentsTls {
                 cert: self.required_path(&inner, "cert"),
                 key: self.required_path(&inner, "key"),
                 ca: inner.get("ca").map(|field| self.path(&field)),
+                ca_key: inner.get("ca_key").map(|field| self.path(&field)),
             }
         });
         let authority = tls.as_ref().is_some_and(|tls| tls.ca.is_some());

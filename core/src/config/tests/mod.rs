@@ -259,6 +259,12 @@ fn a_wrong_type_says_what_was_expected_and_found() {
             ],
         ),
         (
+            "agents: {tls: {cert: c, key: k, ca_key: ca-key.pem}}\nmodels: []\n",
+            &[
+                "1 agents.tls.ca_key: needs `ca`: nodes that enrol get that certificate along with their own (set `ca: ca.pem` beside it)",
+            ],
+        ),
+        (
             "log: {level: warning}\n",
             &[
                 "1 log.level: `warning` is not known here (known here: error, warn, info, debug, trace)",
@@ -275,6 +281,14 @@ fn a_wrong_type_says_what_was_expected_and_found() {
             ],
         ),
     ]);
+}
+
+#[test]
+fn an_authoritys_key_beside_its_certificate_is_taken() {
+    let config =
+        good("agents: {tls: {cert: c, key: k, ca: ca.pem, ca_key: ca-key.pem}}\nmodels: []\n");
+    let tls = config.agents.unwrap().tls.unwrap();
+    assert_eq!(tls.ca_key.as_deref(), Some(Path::new("etc/ca-key.pem")));
 }
 
 #[test]

@@ -8,10 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
+use llmgw_proto::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
 use llmgw_proto::link::{self, Heard, Hearing, Host};
 use llmgw_proto::session::{
     AgentMessage, Refusal, RefusalCode, Register, ServerMessage, SessionId,
 };
+use llmgw_proto::wire::error::WireError;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -19,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::SessionsOptions;
 use super::door::{Gate, NotThem, Peer};
+use super::enrol;
 use super::keeper::Input;
 use super::seats::{OUTGOING_MAX, Seat, Seats};
 use super::tails::Tails;
@@ -134,6 +137,15 @@ impl Host for Connection {
         };
         tokio::spawn(session.run(heard));
         Ok(sent)
+    }
+
+    async fn enrol(
+        &self,
+        asked: Result<EnrolmentRequest, WireError>,
+    ) -> Result<Enrolled, EnrolmentRefusal> {
+        let Shared { options, gate, .. } = &*self.shared;
+        let address = self.peer.address;
+        enrol::answer(options.enrolment.as_ref(), asked, address, gate).await
     }
 }
 

@@ -166,6 +166,11 @@ impl Gate {
             .contains(serial)
     }
 
+    /// Whether anybody on the way can read what is said.
+    pub(super) fn is_plain(&self) -> bool {
+        matches!(self.door, Door::Plain)
+    }
+
     /// Whether to write a line about trouble with a connection, and how many like it were not written.
     pub(super) fn may_say(&self, address: SocketAddr, kind: &'static str) -> Option<Unsaid> {
         self.complaints

@@ -6,6 +6,7 @@
 mod complaints;
 mod connection;
 mod door;
+mod enrol;
 mod keeper;
 mod listener;
 mod seats;
@@ -28,6 +29,7 @@ use self::door::Gate;
 use self::keeper::Keeper;
 use self::seats::Seats;
 use self::tails::Tails;
+use super::enrolment::Enrolment;
 use super::observed::{Commands, NotSent, Observed, Timing};
 use crate::config::Agents;
 
@@ -50,6 +52,8 @@ pub struct SessionsOptions {
     pub keep_alive: KeepAlive,
     /// For a connection's handshake, and then for its registration.
     pub patience: Duration,
+    /// Who turns tokens into certificates. None: nobody does.
+    pub enrolment: Option<Arc<Enrolment>>,
 }
 
 /// All sessions of a server.
@@ -91,6 +95,7 @@ impl SessionsOptions {
                 timeout: timing.heartbeat,
             },
             patience: PATIENCE,
+            enrolment: None,
         }
     }
 }

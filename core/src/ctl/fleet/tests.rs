@@ -2,11 +2,16 @@
 
 use std::sync::Arc;
 
+use llmgw_proto::enrolment::EnrolmentRequest;
+use llmgw_proto::identity::EnrolmentToken;
 use llmgw_proto::shard::LogLine;
 
 use crate::admin::fleet::FleetAdmin;
 use crate::admin::tests::{Listening, listen_over};
+use crate::config::UtcTime;
 use crate::control::controller::tests::fleet::Fleet;
+use crate::control::enrolment::Enrolment;
+use crate::control::enrolment::tests::{Fake, State};
 use crate::control::snapshot::Snapshot;
 use crate::ctl::tests::ctl;
 
@@ -14,9 +19,14 @@ const MODELS: &str = "[{name: org/m, profiles: [{name: p, engine: llamacpp, cpus
 
 /// A node `a` with one replica that loads.
 async fn fleet() -> (Fleet, Listening) {
+    fleet_with(None).await
+}
+
+async fn fleet_with(enrolment: Option<Arc<Enrolment>>) -> (Fleet, Listening) {
     let fleet = Fleet::new(&["a"], MODELS);
     let admin = FleetAdmin {
         controller: fleet.controller.clone(),
+        enrolment,
         tail: Arc::new(|_, shard, _| {
             let text = format!("{shard}: out of \u{1b}[2J memory");
             Box::pin(async move { Ok(vec![LogLine { at_ms: 7, text }]) })
@@ -100,4 +110,55 @@ async fn what_there_is_not_fails_with_1() {
     }
     let none = listen_over(None).await;
     assert_eq!(run(&none, &["nodes"]).await.0, 1);
+}
+
+#[tokio::test]
+async fn a_token_is_printed_once_and_alone() {
+    let (state, authority) = (State::new(), Arc::new(Fake::default()));
+    let enrolment = Arc::new(state.server(&authority));
+    let (_fleet, admin) = fleet_with(Some(enrolment.clone())).await;
+    let (status, text) = run(&admin, &["cert", "token", "--node", "gpu.01"]).await;
+    assert_eq!(status, 0);
+    let token: EnrolmentToken = text.trim_end().parse().expect("it is one");
+    assert_eq!(token.node(), "gpu.01");
+    let request = EnrolmentRequest {
+        node: token.node().to_owned(),
+        token,
+        signing_request: "a".to_owned(),
+    };
+    let signed = enrolment.enrol(&request, UtcTime::now());
+    assert!(signed.is_ok(), "{signed:?}");
+    let words = [
+        "cert",
+        "token",
+        "--node",
+        "n",
+        "--expires",
+        "2d",
+        "--format",
+        "json",
+    ];
+    let (status, text) = run(&admin, &words).await;
+    assert_eq!(status, 0);
+    let made: serde_json::Value = serde_json::from_str(&text).expect("it is JSON");
+    let expires: UtcTime = made["expires"]
+        .as_str()
+        .and_then(|at| at.parse().ok())
+        .expect("a time");
+    let left = expires.0 - UtcTime::now().0;
+    assert!((172_000..=172_800).contains(&left), "{left}");
+    let (status, text) = run(&admin, &["cert", "token", "--node", "n", "--expires", "8d"]).await;
+    assert_eq!((status, &*text), (1, ""), "more than the server allows");
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_sign_makes_no_token_and_ctl_fails_with_1() {
+    let state = State::new();
+    let enrolment = state.server(&Arc::new(Fake::default()));
+    enrolment.set_signing(None);
+    for enrolment in [None, Some(Arc::new(enrolment))] {
+        let (_fleet, admin) = fleet_with(enrolment).await;
+        let (status, text) = run(&admin, &["cert", "token", "--node", "n"]).await;
+        assert_eq!((status, &*text), (1, ""));
+    }
 }

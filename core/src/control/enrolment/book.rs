@@ -1,0 +1,310 @@
+//! The tokens that were handed out, and what became of each: a pure table of (token, key, now) → verdict.
+//!
+//! It knows hashes only. A node has one token at a time, the last that was made for it. One that was used stays until it is forgotten, with
+//! the key that used it: whoever has that key may have its certificate again, since the answer may have been lost.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use llmgw_proto::enrolment::EnrolmentRefusalCode;
+use llmgw_proto::identity::token::{EnrolmentToken, SecretHash};
+use subtle::ConstantTimeEq;
+
+use crate::config::UtcTime;
+
+/// Tokens at a time, expired ones included.
+pub const TOKENS_MAX: usize = 4_096;
+/// How long a token that expired is still told from one that never was.
+const EXPIRED_KEPT: Duration = Duration::from_secs(7 * 24 * 3_600);
+
+/// The SHA-256 of a public key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyDigest(pub [u8; 32]);
+
+/// A token that was handed out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Token {
+    pub secret: SecretHash,
+    pub expires: UtcTime,
+    /// The key that got a certificate for it.
+    pub used_by: Option<KeyDigest>,
+}
+
+/// All of them, by the node that each is for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Book(BTreeMap<String, Token>);
+
+/// What a token allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allowed {
+    First,
+    /// The same key had its certificate already.
+    Again,
+}
+
+/// Why a token allows nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NotAllowed {
+    OtherNode { node: String, claimed: String },
+    Unknown { node: String },
+    Expired { node: String, at: UtcTime },
+    Used { node: String },
+}
+
+/// There is no room for another token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Full;
+
+impl Book {
+    /// Takes in a new token, in place of the node's last one. Those that expired long ago are forgotten, and all that expired where there is no room.
+    ///
+    /// # Errors
+    /// [`TOKENS_MAX`] other nodes have a token that still works.
+    pub fn add(
+        &mut self,
+        node: &str,
+        secret: SecretHash,
+        expires: UtcTime,
+        now: UtcTime,
+    ) -> Result<(), Full> {
+        self.0.remove(node);
+        let kept_from = UtcTime(now.0.saturating_sub(EXPIRED_KEPT.as_secs()));
+        self.0.retain(|_, token| token.expires > kept_from);
+        if self.0.len() >= TOKENS_MAX {
+            self.0.retain(|_, token| token.expires > now);
+        }
+        if self.0.len() >= TOKENS_MAX {
+            return Err(Full);
+        }
+        let token = Token {
+            secret,
+            expires,
+            used_by: None,
+        };
+        self.0.insert(node.to_owned(), token);
+        Ok(())
+    }
+
+    /// Whether the token works for some key, before anything that comes with it is looked at.
+    ///
+    /// # Errors
+    /// Why it does not.
+    pub fn find(
+        &self,
+        token: &EnrolmentToken,
+        claimed: &str,
+        now: UtcTime,
+    ) -> Result<&Token, NotAllowed> {
+        let node = token.node().to_owned();
+        if claimed != node {
+            let claimed = claimed.to_owned();
+            return Err(NotAllowed::OtherNode { node, claimed });
+        }
+        let secret = token.secret_hash();
+        let is_it = |known: &&Token| bool::from(known.secret.0.ct_eq(&secret.0));
+        match self.0.get(&node).filter(is_it) {
+            None => Err(NotAllowed::Unknown { node }),
+            Some(known) if known.expires <= now => {
+                let at = known.expires;
+                Err(NotAllowed::Expired { node, at })
+            }
+            Some(known) => Ok(known),
+        }
+    }
+
+    /// Whether the token works for this key.
+    ///
+    /// # Errors
+    /// Why it does not.
+    pub fn check(
+        &self,
+        token: &EnrolmentToken,
+        claimed: &str,
+        key: KeyDigest,
+        now: UtcTime,
+    ) -> Result<Allowed, NotAllowed> {
+        match self.find(token, claimed, now)?.used_by {
+            None => Ok(Allowed::First),
+            Some(used_by) if used_by == key => Ok(Allowed::Again),
+            Some(_) => Err(NotAllowed::Used {
+                node: token.node().to_owned(),
+            }),
+        }
+    }
+
+    /// From now on the node's token is for this key alone.
+    pub fn use_up(&mut self, node: &str, key: KeyDigest) {
+        if let Some(token) = self.0.get_mut(node) {
+            token.used_by = Some(key);
+        }
+    }
+
+    pub fn tokens(&self) -> impl Iterator<Item = (&str, &Token)> {
+        self.0.iter().map(|(node, token)| (node.as_str(), token))
+    }
+
+    /// `false`: the node has one already.
+    #[must_use]
+    pub fn restore(&mut self, node: String, token: Token) -> bool {
+        self.0.insert(node, token).is_none()
+    }
+}
+
+impl NotAllowed {
+    pub fn code(&self) -> EnrolmentRefusalCode {
+        match self {
+            NotAllowed::OtherNode { .. } => EnrolmentRefusalCode::OtherNode,
+            NotAllowed::Unknown { .. } => EnrolmentRefusalCode::UnknownToken,
+            NotAllowed::Expired { .. } => EnrolmentRefusalCode::Expired,
+            NotAllowed::Used { .. } => EnrolmentRefusalCode::Used,
+        }
+    }
+}
+
+impl fmt::Display for NotAllowed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let node = match self {
+            NotAllowed::OtherNode { node, claimed } => {
+                return write!(f, "the token is for node `{node}`, not for `{claimed}`");
+            }
+            NotAllowed::Unknown { node } => {
+                write!(
+                    f,
+                    "the token of node `{node}` is not the last one that was made for it here"
+                )?;
+                node
+            }
+            NotAllowed::Expired { node, at } => {
+                write!(f, "the token of node `{node}` expired at {at}")?;
+                node
+            }
+            NotAllowed::Used { node } => {
+                write!(
+                    f,
+                    "the token of node `{node}` was used already, for another key"
+                )?;
+                node
+            }
+        };
+        write!(f, "; make one with `llmgw ctl cert token --node {node}`")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use llmgw_proto::identity::Fingerprint;
+
+    use super::*;
+
+    const NOW: UtcTime = UtcTime(1_796_000_000);
+    const HOUR: UtcTime = UtcTime(NOW.0 + 3_600);
+
+    fn token(node: &str, secret: u8) -> EnrolmentToken {
+        EnrolmentToken::new(node, [secret; 16], Fingerprint([9; 32])).unwrap()
+    }
+
+    fn key(number: u8) -> KeyDigest {
+        KeyDigest([number; 32])
+    }
+
+    fn book(tokens: &[&EnrolmentToken]) -> Book {
+        let mut book = Book::default();
+        for token in tokens {
+            book.add(token.node(), token.secret_hash(), HOUR, NOW)
+                .unwrap();
+        }
+        book
+    }
+
+    fn code(refused: Result<Allowed, NotAllowed>) -> &'static str {
+        refused.unwrap_err().code().as_str()
+    }
+
+    #[test]
+    fn a_token_works_for_one_key_as_often_as_it_asks_and_for_no_other() {
+        let one = token("n1", 1);
+        let mut book = book(&[&one]);
+        assert_eq!(book.check(&one, "n1", key(1), NOW), Ok(Allowed::First));
+        assert_eq!(
+            book.check(&one, "n1", key(2), NOW),
+            Ok(Allowed::First),
+            "to check is not to use"
+        );
+        book.use_up("n1", key(1));
+        assert_eq!(book.check(&one, "n1", key(1), NOW), Ok(Allowed::Again));
+        let refused = book.check(&one, "n1", key(2), NOW).unwrap_err();
+        assert_eq!(refused.code().as_str(), "used_token");
+        assert_eq!(
+            refused.to_string(),
+            "the token of node `n1` was used already, for another key; make one with `llmgw ctl cert token --node n1`"
+        );
+    }
+
+    #[test]
+    fn a_token_is_for_its_own_node_and_an_unknown_one_is_for_none() {
+        let (one, two) = (token("n1", 1), token("n2", 2));
+        let book = book(&[&one]);
+        let refused = book.check(&one, "n2", key(1), NOW).unwrap_err();
+        assert_eq!(refused.code().as_str(), "other_node");
+        assert_eq!(
+            refused.to_string(),
+            "the token is for node `n1`, not for `n2`"
+        );
+        let unknown = [&two, &token("n1", 3)];
+        for token in unknown {
+            let refused = book.check(token, token.node(), key(1), NOW);
+            assert_eq!(code(refused), "unknown_token");
+        }
+    }
+
+    #[test]
+    fn a_token_ends_with_its_second_and_says_so_even_where_it_was_used() {
+        let one = token("n1", 1);
+        let mut book = book(&[&one]);
+        book.use_up("n1", key(1));
+        let last = UtcTime(HOUR.0 - 1);
+        assert_eq!(book.check(&one, "n1", key(1), last), Ok(Allowed::Again));
+        let refused = book.check(&one, "n1", key(1), HOUR).unwrap_err();
+        assert_eq!(refused.code().as_str(), "expired_token");
+        let said = refused.to_string();
+        assert!(said.contains(&format!("expired at {HOUR}")), "{said}");
+    }
+
+    #[test]
+    fn a_newer_token_takes_the_place_of_the_nodes_older_one() {
+        let (old, new) = (token("n1", 1), token("n1", 2));
+        let mut book = book(&[&old, &new]);
+        assert_eq!(code(book.check(&old, "n1", key(1), NOW)), "unknown_token");
+        book.use_up("n1", key(1));
+        book.add("n1", new.secret_hash(), HOUR, NOW).unwrap();
+        assert_eq!(
+            book.check(&new, "n1", key(2), NOW),
+            Ok(Allowed::First),
+            "what used the older one is forgotten with it"
+        );
+    }
+
+    #[test]
+    fn a_full_book_forgets_what_expired_and_refuses_where_nothing_did() {
+        let mut book = Book::default();
+        for number in 0..TOKENS_MAX {
+            let expires = match number {
+                0 => UtcTime(NOW.0 + 10),
+                _ => HOUR,
+            };
+            let secret = token("n", 1).secret_hash();
+            book.add(&format!("n{number}"), secret, expires, NOW)
+                .unwrap();
+        }
+        let one = token("more", 1);
+        let mut add = |at: UtcTime| book.add("more", one.secret_hash(), HOUR, at);
+        assert_eq!(add(NOW), Err(Full));
+        assert_eq!(add(UtcTime(NOW.0 + 10)), Ok(()));
+        assert_eq!(book.tokens().count(), TOKENS_MAX);
+        let long_after = UtcTime(HOUR.0 + EXPIRED_KEPT.as_secs());
+        book.add("later", one.secret_hash(), UtcTime(u64::MAX), long_after)
+            .unwrap();
+        assert_eq!(book.tokens().count(), 1);
+    }
+}

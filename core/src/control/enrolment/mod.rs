@@ -1,0 +1,255 @@
+//! A node's first contact: tokens that an operator hands out, and the certificates that they are turned into.
+//!
+//! ```text
+//! issue    ctl cert token   a secret is drawn, its hash goes into the book, the token is printed once
+//! enrol    an agent asks    the token is looked up, its key is put on record, and only then a certificate leaves
+//! ```
+//!
+//! What is on record survives a `kill -9` between two steps: the token then works again for the key that it was used with, and for no other.
+
+pub mod book;
+mod store;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use llmgw_proto::enrolment::{EnrolmentRefusal, EnrolmentRefusalCode, EnrolmentRequest};
+use llmgw_proto::identity::{EnrolmentToken, FileProblem, Fingerprint};
+use llmgw_proto::session::{NODE_ID_MAX_BYTES, is_node_id};
+
+use self::book::{Allowed, Book, Full, KeyDigest, NotAllowed, TOKENS_MAX};
+use self::store::Store;
+use crate::config::UtcTime;
+use crate::random;
+
+/// How long a token works where nobody says otherwise.
+pub const LIFETIME_DEFAULT: Duration = Duration::from_secs(3_600);
+const LIFETIME_MIN: Duration = Duration::from_secs(1);
+/// For machines that are installed over a weekend. A token is as good as a certificate while it works.
+const LIFETIME_MAX: Duration = Duration::from_secs(7 * 24 * 3_600);
+
+/// What the authority's key is asked for. The errors are for a person.
+pub trait Signing: Send + Sync + 'static {
+    fn authority(&self) -> Result<Fingerprint, String>;
+
+    /// The key that a signing request is for, where it proves that the sender has it.
+    fn requested_key(&self, request: &str) -> Result<KeyDigest, String>;
+
+    /// A certificate for that key, with this node's id as its name. Nothing else of the request is taken.
+    fn sign(&self, node: &str, request: &str) -> Result<Signed, String>;
+}
+
+/// What a node gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signed {
+    /// PEM.
+    pub certificate: String,
+    /// PEM.
+    pub authority: String,
+    pub serial: String,
+    pub not_after: String,
+}
+
+/// A new token.
+#[derive(Debug)]
+pub struct Issued {
+    pub token: EnrolmentToken,
+    pub expires: UtcTime,
+}
+
+/// Why there is no new token.
+#[derive(Debug)]
+pub enum IssueError {
+    /// No authority's key is on this server.
+    Off,
+    Node(String),
+    Lifetime(Duration),
+    Full,
+    NoRandom,
+    Authority(String),
+    Store(FileProblem),
+}
+
+/// The tokens of one server. Asked by operators and agents, told by the configuration who signs.
+pub struct Enrolment {
+    store: Store,
+    /// Held while it is written, so that what is on disk is never older than what is here.
+    book: Mutex<Book>,
+    /// None: enrolment is off.
+    signing: RwLock<Option<Arc<dyn Signing>>>,
+}
+
+/// Why enrolment is off, and what there is instead.
+const OFF: &str = "enrolment is off on this server: set `agents.tls.ca_key` there, or make the certificate with `llmgw ctl cert agent` and copy it";
+
+impl Enrolment {
+    /// Reads the tokens of an earlier run.
+    ///
+    /// # Errors
+    /// They can't be read.
+    pub fn open(state: &Path) -> Result<Enrolment, FileProblem> {
+        let store = Store::of(state);
+        Ok(Enrolment {
+            book: Mutex::new(store.load()?),
+            store,
+            signing: RwLock::new(None),
+        })
+    }
+
+    /// From now on this authority signs; `None`: nobody does.
+    pub fn set_signing(&self, signing: Option<Arc<dyn Signing>>) {
+        *self.signing.write().unwrap_or_else(PoisonError::into_inner) = signing;
+    }
+
+    /// Makes a token for a node, in place of its last one. Waits for the disk.
+    ///
+    /// # Errors
+    /// Why there is none; the last one still works.
+    pub fn issue(
+        &self,
+        node: &str,
+        lifetime: Duration,
+        now: UtcTime,
+    ) -> Result<Issued, IssueError> {
+        let signing = self.signing().ok_or(IssueError::Off)?;
+        if !is_node_id(node) {
+            return Err(IssueError::Node(node.to_owned()));
+        }
+        if !(LIFETIME_MIN..=LIFETIME_MAX).contains(&lifetime) {
+            return Err(IssueError::Lifetime(lifetime));
+        }
+        let authority = signing.authority().map_err(IssueError::Authority)?;
+        let secret = random::bytes().ok_or(IssueError::NoRandom)?;
+        let token = EnrolmentToken::new(node, secret, authority)
+            .map_err(|_| IssueError::Node(node.to_owned()))?;
+        let expires = UtcTime(now.0.saturating_add(lifetime.as_secs()));
+        let mut book = self.lock();
+        let mut changed = book.clone();
+        changed
+            .add(node, token.secret_hash(), expires, now)
+            .map_err(|Full| IssueError::Full)?;
+        self.store.save(&changed).map_err(IssueError::Store)?;
+        *book = changed;
+        Ok(Issued { token, expires })
+    }
+
+    /// Turns a token into a certificate. Waits for the disk.
+    ///
+    /// # Errors
+    /// Why the node gets none.
+    pub fn enrol(
+        &self,
+        request: &EnrolmentRequest,
+        now: UtcTime,
+    ) -> Result<Signed, EnrolmentRefusal> {
+        let signing = self.signing().ok_or_else(off)?;
+        let (token, claimed) = (&request.token, &request.node);
+        // Who has no token has nothing of theirs parsed.
+        self.lock()
+            .find(token, claimed, now)
+            .map_err(|why| refused(&why))?;
+        let key = signing
+            .requested_key(&request.signing_request)
+            .map_err(|why| refusal(EnrolmentRefusalCode::Unreadable, why))?;
+        self.use_up(token, claimed, key, now)?;
+        signing
+            .sign(token.node(), &request.signing_request)
+            .map_err(|why| {
+                tracing::error!("no certificate for node `{}`: {why}", token.node());
+                failed()
+            })
+    }
+
+    /// Puts on record that the token is for this key alone.
+    fn use_up(
+        &self,
+        token: &EnrolmentToken,
+        claimed: &str,
+        key: KeyDigest,
+        now: UtcTime,
+    ) -> Result<(), EnrolmentRefusal> {
+        let mut book = self.lock();
+        let allowed = book.check(token, claimed, key, now);
+        match allowed.map_err(|why| refused(&why))? {
+            Allowed::Again => Ok(()),
+            Allowed::First => {
+                let mut changed = book.clone();
+                changed.use_up(token.node(), key);
+                self.store.save(&changed).map_err(|error| {
+                    tracing::error!("no certificate for node `{}`: {error}", token.node());
+                    failed()
+                })?;
+                *book = changed;
+                Ok(())
+            }
+        }
+    }
+
+    fn signing(&self) -> Option<Arc<dyn Signing>> {
+        self.signing
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What every agent is told where nobody signs.
+pub fn off() -> EnrolmentRefusal {
+    refusal(EnrolmentRefusalCode::Off, OFF.to_owned())
+}
+
+fn failed() -> EnrolmentRefusal {
+    let message =
+        "the server could not do it at this moment, its log says why; the token still works";
+    refusal(EnrolmentRefusalCode::Failed, message.to_owned())
+}
+
+fn refused(why: &NotAllowed) -> EnrolmentRefusal {
+    refusal(why.code(), why.to_string())
+}
+
+fn refusal(code: EnrolmentRefusalCode, message: String) -> EnrolmentRefusal {
+    EnrolmentRefusal { code, message }
+}
+
+impl fmt::Debug for Enrolment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let is_on = self.signing().is_some();
+        f.debug_struct("Enrolment").field("is_on", &is_on).finish()
+    }
+}
+
+impl fmt::Display for IssueError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            IssueError::Off => f.write_str(OFF),
+            IssueError::Node(node) => write!(
+                f,
+                "`{node}` is not a node id: at most {NODE_ID_MAX_BYTES} letters, digits, `.`, `_` and `-`"
+            ),
+            IssueError::Lifetime(lifetime) => write!(
+                f,
+                "a token does not work for {} s: give it a second to 7 days (`--expires 1h`)",
+                lifetime.as_secs_f64()
+            ),
+            IssueError::Full => write!(
+                f,
+                "{TOKENS_MAX} nodes have a token that still works; wait until some have expired"
+            ),
+            IssueError::NoRandom => f.write_str("the system gave no random bytes"),
+            IssueError::Authority(why) => f.write_str(why),
+            IssueError::Store(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for IssueError {}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,165 @@
+//! The book of tokens on disk, `STATE/enrolment.json`: written whole, synced before anybody acts on it, and readable by the server's user only.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use llmgw_proto::hex::{hex, unhex};
+use llmgw_proto::identity::FileProblem;
+use llmgw_proto::identity::files::FileFault;
+use llmgw_proto::identity::placing::{KEY_MODE, NewFile, replace};
+use llmgw_proto::identity::token::SecretHash;
+use llmgw_proto::regular;
+use llmgw_proto::session::is_node_id;
+use serde::{Deserialize, Serialize};
+
+use super::book::{Book, KeyDigest, TOKENS_MAX, Token};
+use crate::config::UtcTime;
+
+const FILE: &str = "enrolment.json";
+/// Where a file lies that could not be read.
+const SET_ASIDE: &str = "enrolment.json.unreadable";
+const VERSION: u32 = 1;
+/// Of [`TOKENS_MAX`] tokens each takes less than a kilobyte.
+const FILE_MAX_BYTES: u64 = (TOKENS_MAX as u64) << 10;
+const HASH: &str = "sha256:";
+
+/// The file of one state directory.
+#[derive(Clone, Debug)]
+pub struct Store {
+    file: PathBuf,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Stored {
+    version: u32,
+    tokens: Vec<Row>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Row {
+    node: String,
+    /// Of the secret, not the secret.
+    secret: String,
+    expires: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    used_by: Option<String>,
+}
+
+impl Store {
+    pub fn of(state: &Path) -> Store {
+        Store {
+            file: state.join(FILE),
+        }
+    }
+
+    /// Reads the book. A file that makes no sense is set aside, and its tokens work no more: better than to take one that was used.
+    ///
+    /// # Errors
+    /// There is a file, and the system does not let it be read or moved.
+    pub fn load(&self) -> Result<Book, FileProblem> {
+        let problem = |error| FileProblem::new(&self.file, FileFault::Io(error));
+        let text = match regular::read(&self.file, FILE_MAX_BYTES) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Book::default()),
+            Err(error) => return Err(problem(error)),
+        };
+        match parse(&text) {
+            Ok(book) => Ok(book),
+            Err(why) => {
+                let aside = self.file.with_file_name(SET_ASIDE);
+                fs::rename(&self.file, &aside).map_err(problem)?;
+                tracing::error!(
+                    "{}: {why}; it is kept as {}, and the enrolment tokens in it work no more: make new ones",
+                    self.file.display(),
+                    aside.display()
+                );
+                Ok(Book::default())
+            }
+        }
+    }
+
+    /// When this returns, the book survives a power cut; until then the one before it does.
+    ///
+    /// # Errors
+    /// It could not be written.
+    pub fn save(&self, book: &Book) -> Result<(), FileProblem> {
+        let problem = |error| FileProblem::new(&self.file, FileFault::NotWritten(error));
+        if let Some(directory) = self.file.parent() {
+            fs::create_dir_all(directory).map_err(problem)?;
+        }
+        let text = serde_json::to_string_pretty(&Stored::of(book));
+        replace(&NewFile {
+            path: self.file.clone(),
+            text: text.map_err(|error| problem(error.into()))?,
+            mode: KEY_MODE,
+        })
+    }
+}
+
+impl Stored {
+    fn of(book: &Book) -> Stored {
+        let row = |(node, token): (&str, &Token)| Row {
+            node: node.to_owned(),
+            secret: format!("{HASH}{}", hex(&token.secret.0)),
+            expires: token.expires.to_string(),
+            used_by: token.used_by.map(|key| format!("{HASH}{}", hex(&key.0))),
+        };
+        Stored {
+            version: VERSION,
+            tokens: book.tokens().map(row).collect(),
+        }
+    }
+}
+
+/// The error says what is wrong with the text.
+fn parse(text: &[u8]) -> Result<Book, String> {
+    #[derive(Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    // The version first: a newer file may well have fields that this server does not know.
+    let found: Version = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    if found.version != VERSION {
+        return Err(format!(
+            "it has version {}, this server reads {VERSION}",
+            found.version
+        ));
+    }
+    let stored: Stored = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    if stored.tokens.len() > TOKENS_MAX {
+        return Err(format!("it holds more than {TOKENS_MAX} tokens"));
+    }
+    let mut book = Book::default();
+    for (at, row) in stored.tokens.into_iter().enumerate() {
+        let token = row.token().filter(|_| is_node_id(&row.node));
+        let token = token.ok_or_else(|| format!("`tokens[{at}]` makes no sense"))?;
+        if !book.restore(row.node, token) {
+            return Err(format!("`tokens[{at}]` is of a node that has one already"));
+        }
+    }
+    Ok(book)
+}
+
+impl Row {
+    fn token(&self) -> Option<Token> {
+        let used_by = match &self.used_by {
+            Some(text) => Some(KeyDigest(digest(text)?)),
+            None => None,
+        };
+        Some(Token {
+            secret: SecretHash(digest(&self.secret)?),
+            expires: self.expires.parse::<UtcTime>().ok()?,
+            used_by,
+        })
+    }
+}
+
+fn digest(text: &str) -> Option<[u8; 32]> {
+    unhex(text.strip_prefix(HASH)?)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,202 @@
+//! A server's tokens over their whole life, with an authority that signs nothing real.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use super::*;
+
+const NOW: UtcTime = UtcTime(1_796_000_000);
+
+/// A state directory, removed when dropped.
+pub(crate) struct State(PathBuf);
+
+impl State {
+    pub(crate) fn new() -> State {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("llmgw-enrolling-{}-{number}", std::process::id());
+        State(std::env::temp_dir().join(name))
+    }
+
+    /// A server on it, as after a start.
+    pub(crate) fn server(&self, authority: &Arc<Fake>) -> Enrolment {
+        let enrolment = Enrolment::open(&self.0).unwrap();
+        enrolment.set_signing(Some(authority.clone()));
+        enrolment
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Takes any text for a request, whose first byte is its key.
+#[derive(Default)]
+pub(crate) struct Fake {
+    fails: AtomicBool,
+    signed: AtomicU32,
+}
+
+impl Signing for Fake {
+    fn authority(&self) -> Result<Fingerprint, String> {
+        Ok(Fingerprint([9; 32]))
+    }
+
+    fn requested_key(&self, request: &str) -> Result<KeyDigest, String> {
+        let key = request.bytes().next();
+        Ok(KeyDigest([key.ok_or("there is nothing in it")?; 32]))
+    }
+
+    fn sign(&self, node: &str, request: &str) -> Result<Signed, String> {
+        if self.fails.load(Ordering::Relaxed) {
+            return Err("its key is gone".to_owned());
+        }
+        let serial = self.signed.fetch_add(1, Ordering::Relaxed).to_string();
+        Ok(Signed {
+            certificate: format!("{node} {request}"),
+            authority: "authority".to_owned(),
+            serial,
+            not_after: String::new(),
+        })
+    }
+}
+
+fn asks(issued: &Issued, key: &str) -> EnrolmentRequest {
+    EnrolmentRequest {
+        token: issued.token.clone(),
+        node: issued.token.node().to_owned(),
+        signing_request: key.to_owned(),
+    }
+}
+
+fn code(answer: Result<Signed, EnrolmentRefusal>) -> &'static str {
+    answer.unwrap_err().code.as_str()
+}
+
+#[test]
+fn a_token_becomes_a_certificate_for_one_key_also_after_a_restart() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let issued = state
+        .server(&fake)
+        .issue("gpu-01", LIFETIME_DEFAULT, NOW)
+        .unwrap();
+    assert_eq!(issued.expires, UtcTime(NOW.0 + 3_600));
+    assert_eq!(issued.token.authority(), Fingerprint([9; 32]));
+    let server = state.server(&fake);
+    let signed = server.enrol(&asks(&issued, "a"), NOW).unwrap();
+    assert_eq!(signed.certificate, "gpu-01 a");
+    // The answer was lost, and the server killed.
+    let server = state.server(&fake);
+    let signed = server.enrol(&asks(&issued, "a"), NOW).unwrap();
+    assert_eq!(signed.serial, "1");
+    assert_eq!(code(server.enrol(&asks(&issued, "b"), NOW)), "used_token");
+    let later = UtcTime(NOW.0 + 3_600);
+    let refused = server.enrol(&asks(&issued, "a"), later);
+    assert_eq!(code(refused), "expired_token");
+    assert_eq!(fake.signed.load(Ordering::Relaxed), 2);
+}
+
+#[test]
+fn two_tokens_differ_and_each_replaces_the_one_before_it() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let issue = || server.issue("n", LIFETIME_DEFAULT, NOW).unwrap();
+    let (old, new) = (issue(), issue());
+    assert_ne!(old.token, new.token);
+    assert_eq!(code(server.enrol(&asks(&old, "a"), NOW)), "unknown_token");
+    assert!(server.enrol(&asks(&new, "a"), NOW).is_ok());
+}
+
+#[test]
+fn a_request_that_proves_no_key_uses_nothing_up() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let issued = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap();
+    let refusal = server.enrol(&asks(&issued, ""), NOW).unwrap_err();
+    assert_eq!(
+        refusal.to_string(),
+        "unreadable_request: there is nothing in it"
+    );
+    assert!(server.enrol(&asks(&issued, "a"), NOW).is_ok());
+}
+
+#[test]
+fn a_node_that_claims_another_id_than_its_tokens_is_refused() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let issued = server.issue("n1", LIFETIME_DEFAULT, NOW).unwrap();
+    let request = EnrolmentRequest {
+        node: "n2".to_owned(),
+        ..asks(&issued, "a")
+    };
+    assert_eq!(code(server.enrol(&request, NOW)), "other_node");
+}
+
+#[test]
+fn an_authority_that_fails_leaves_the_token_to_the_key_that_asked() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let issued = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap();
+    fake.fails.store(true, Ordering::Relaxed);
+    let refusal = server.enrol(&asks(&issued, "a"), NOW).unwrap_err();
+    assert_eq!(refusal.code, EnrolmentRefusalCode::Failed);
+    assert!(refusal.code.passes());
+    assert!(!refusal.message.contains("gone"), "{refusal}");
+    fake.fails.store(false, Ordering::Relaxed);
+    assert_eq!(code(server.enrol(&asks(&issued, "b"), NOW)), "used_token");
+    assert!(server.enrol(&asks(&issued, "a"), NOW).is_ok());
+}
+
+#[test]
+fn a_book_that_cannot_be_written_gives_no_certificate_and_no_token() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let issued = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap();
+    // A directory has the file's name.
+    let file = state.0.join("enrolment.json");
+    let aside = state.0.join("aside");
+    fs::rename(&file, &aside).unwrap();
+    fs::create_dir(&file).unwrap();
+    let refused = server.enrol(&asks(&issued, "a"), NOW);
+    assert_eq!(code(refused), "enrolment_failed");
+    assert_eq!(fake.signed.load(Ordering::Relaxed), 0);
+    let error = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap_err();
+    assert!(matches!(error, IssueError::Store(_)), "{error}");
+    fs::remove_dir(&file).unwrap();
+    assert!(
+        server.enrol(&asks(&issued, "b"), NOW).is_ok(),
+        "nothing was used up, and the token was not replaced"
+    );
+}
+
+#[test]
+fn without_an_authoritys_key_nobody_is_enrolled_and_the_way_out_is_told() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let issued = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap();
+    server.set_signing(None);
+    let refusal = server.enrol(&asks(&issued, "a"), NOW).unwrap_err();
+    assert_eq!(refusal.code, EnrolmentRefusalCode::Off);
+    for way_out in ["`agents.tls.ca_key`", "`llmgw ctl cert agent`"] {
+        assert!(refusal.message.contains(way_out), "{refusal}");
+    }
+    let error = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap_err();
+    assert_eq!(error.to_string(), refusal.message);
+}
+
+#[test]
+fn a_token_needs_a_node_and_works_for_a_second_to_a_week() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    for node in ["", "a b", "é", &"n".repeat(65)] {
+        let error = server.issue(node, LIFETIME_DEFAULT, NOW).unwrap_err();
+        assert!(error.to_string().contains("is not a node id"), "{error}");
+    }
+    for (seconds, works) in [(0, false), (1, true), (604_800, true), (604_801, false)] {
+        let issued = server.issue("n", Duration::from_secs(seconds), NOW);
+        assert_eq!(issued.is_ok(), works, "{seconds}");
+    }
+}
