@@ -9,13 +9,14 @@ mod node;
 
 use std::fmt;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 use llmgw_proto::document::ConfigErrors;
+use llmgw_proto::identity::Moment;
 use llmgw_proto::link::KeepAlive;
 use llmgw_proto::session::PortRange;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -26,6 +27,7 @@ use self::host::Shards;
 pub use self::local::{LocalAgent, run_local};
 use self::node::Node;
 use crate::config::{self, AgentConfig, AgentTls};
+use crate::enrolment::{Enrolling, Manners, NotEnrolled, TokenArgument, in_state};
 use crate::session::credentials::LOOK_EVERY;
 use crate::session::dial::ServerUrl;
 use crate::session::{Session, SessionOptions};
@@ -54,6 +56,15 @@ pub struct DaemonArgs {
     /// Stop the engines when the agent stops. Default: they run on, and the next agent takes them over.
     #[arg(long)]
     stop_engines: bool,
+    /// A token for the first contact, as `llmgw ctl cert token` prints it, or `@FILE` that holds it: the node gets its certificate with it, once.
+    /// Given as it is, `ps` shows it. Ignored where a certificate is there.
+    #[arg(
+        long,
+        env = "LLMGW_ENROLL_TOKEN",
+        hide_env_values = true,
+        value_name = "TOKEN"
+    )]
+    enroll: Option<TokenArgument>,
 }
 
 /// What was decided by arguments and file together.
@@ -63,6 +74,8 @@ struct Setup {
     node: String,
     state: PathBuf,
     stop_engines: bool,
+    /// What is to be done before the first session.
+    enrolling: Option<Enrolling>,
 }
 
 /// Why an agent did not start.
@@ -71,6 +84,7 @@ pub enum DaemonError {
     Config(ConfigErrors),
     /// What is wrong with the arguments, and what would be right.
     Usage(String),
+    Enrolment(NotEnrolled),
     Supervisor(SupervisorError),
     Start(&'static str, std::io::Error),
 }
@@ -140,10 +154,18 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
         let right = "give `--node` at most 64 letters, digits, `.`, `_` and `-`";
         return Err(DaemonError::Usage(format!("{wrong}; {right}")));
     }
-    if server.is_tls {
+    let state = arguments.state.or_else(|| config.state.clone());
+    let state = state.unwrap_or_else(|| PathBuf::from(STATE_DEFAULT));
+    let given = arguments.enroll.filter(|given| !given.is_empty());
+    config.tls = tls_files(config.tls, &state, given.is_some());
+    let enrolling = match (&given, &config.tls) {
+        (Some(given), Some(files)) => Enrolling::plan(given, &server, &node, files, Moment::now())
+            .map_err(|error| DaemonError::Usage(error.to_string()))?,
+        _ => None,
+    };
+    if server.is_tls && enrolling.is_none() {
         check_tls(&server, &node, config.tls.as_ref())?;
     }
-    let state = arguments.state.or_else(|| config.state.clone());
     config.server = Some(server.to_string());
     config.node = Some(node.clone());
     config.advertise = arguments.advertise.or(config.advertise);
@@ -151,8 +173,17 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
         config,
         server,
         node,
-        state: state.unwrap_or_else(|| PathBuf::from(STATE_DEFAULT)),
+        state,
         stop_engines: arguments.stop_engines,
+        enrolling,
+    })
+}
+
+/// Those of the file, else those of the first contact.
+fn tls_files(configured: Option<AgentTls>, state: &Path, enrols: bool) -> Option<AgentTls> {
+    configured.or_else(|| {
+        let own = in_state(state);
+        (enrols || own.cert.exists()).then_some(own)
     })
 }
 
@@ -162,7 +193,8 @@ fn check_tls(server: &ServerUrl, node: &str, tls: Option<&AgentTls>) -> Result<(
         return Err(DaemonError::Usage(format!(
             "{server} is dialled with a certificate, and agent.yaml names none; write\n\n\
              tls: {{ca: ca.pem, cert: agent.pem, key: agent-key.pem}}\n\n\
-             `llmgw ctl cert agent --ca DIR --node {node} --out DIR` makes the files, where the authority's key is"
+             `llmgw ctl cert agent --ca DIR --node {node} --out DIR` makes the files, where the authority's key is; \
+             or get them with `--enroll` and a token of `llmgw ctl cert token --node {node}`"
         )));
     };
     let loaded = tls.load();
@@ -206,6 +238,19 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
             starting.await?
         }
     };
+    if let (Some(enrolling), false) = (&setup.enrolling, is_asked) {
+        let manners = Manners {
+            keep_alive: KEEP_ALIVE,
+            patience: PATIENCE,
+        };
+        tokio::select! {
+            enrolled = enrolling.run(manners) => if let Err(error) = enrolled {
+                supervisor.shutdown(setup.stop_engines).await;
+                return Err(DaemonError::Enrolment(error));
+            },
+            () = stop.asked() => is_asked = true,
+        }
+    }
     let looking = tokio::spawn(node.clone().keep(supervisor.clone()));
     let session = Arc::new(session(&setup, models_dir, node, supervisor.clone()));
     let leave = CancellationToken::new();
@@ -368,7 +413,7 @@ impl DaemonError {
     pub fn exit_status(&self) -> u8 {
         match self {
             DaemonError::Config(_) | DaemonError::Usage(_) => 2,
-            DaemonError::Supervisor(_) | DaemonError::Start(..) => 1,
+            DaemonError::Enrolment(_) | DaemonError::Supervisor(_) | DaemonError::Start(..) => 1,
         }
     }
 }
@@ -378,6 +423,7 @@ impl fmt::Display for DaemonError {
         match self {
             DaemonError::Config(errors) => errors.fmt(f),
             DaemonError::Usage(text) => f.write_str(text),
+            DaemonError::Enrolment(why) => why.fmt(f),
             DaemonError::Supervisor(error) => error.fmt(f),
             DaemonError::Start(what, error) => write!(f, "{what}: {error}"),
         }

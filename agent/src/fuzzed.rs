@@ -6,6 +6,9 @@ pub mod identity;
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use llmgw_proto::identity::EnrolmentToken;
+use llmgw_proto::session::is_node_id;
+
 use crate::config;
 use crate::inventory::host::{self, limits};
 use crate::inventory::infiniband::text;
@@ -18,7 +21,7 @@ use crate::process_id::Stat;
 pub type Target = fn(&[u8]);
 
 /// Every target by its name.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 9] = [
     ("sysfs_values", sysfs_values),
     ("sysfs_gids", sysfs_gids),
     ("proc_stat", proc_stat),
@@ -26,6 +29,7 @@ pub const TARGETS: [(&str, Target); 8] = [
     ("proc_route", proc_route),
     ("proc_files", proc_files),
     ("agent_yaml", agent_yaml),
+    ("enrolment_token", enrolment_token),
     ("page_layout", page_layout),
 ];
 
@@ -171,6 +175,24 @@ pub fn agent_yaml(data: &[u8]) {
     }
 }
 
+/// What is read is written the same way, and what is not says where tokens come from.
+pub fn enrolment_token(data: &[u8]) {
+    let Ok(input) = std::str::from_utf8(data) else {
+        return;
+    };
+    match input.parse::<EnrolmentToken>() {
+        Ok(token) => {
+            assert_eq!(token.expose(), input);
+            assert!(is_node_id(token.node()));
+            assert!(!format!("{token:?}").contains(&input[input.len() - 97..input.len() - 65]));
+        }
+        Err(why) => {
+            let why = why.to_string();
+            assert!(why.contains("llmgw ctl cert token"));
+        }
+    }
+}
+
 /// No line is wider than the page, and no word is lost.
 pub fn page_layout(data: &[u8]) {
     let input = String::from_utf8_lossy(data);
@@ -227,7 +249,7 @@ mod tests {
     fn what_must_hold_holds_for_every_recording_whole_and_cut_off() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/recordings");
         let mut recordings: Vec<PathBuf> = Vec::new();
-        for directory in ["proc", "hw/host", "hw/sysfs"] {
+        for directory in ["proc", "hw/host", "hw/sysfs", "tokens"] {
             let entries = std::fs::read_dir(root.join(directory))
                 .into_iter()
                 .flatten();

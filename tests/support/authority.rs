@@ -87,6 +87,15 @@ impl Authority {
     }
 
     pub fn issue(&self, leaf: &Leaf<'_>) -> Issued {
+        self.issue_to(leaf, &KeyPair::generate().unwrap())
+    }
+
+    /// For a key that is there already, in PEM.
+    pub fn issue_for(&self, leaf: &Leaf<'_>, key_pem: &str) -> Issued {
+        self.issue_to(leaf, &KeyPair::from_pem(key_pem).unwrap())
+    }
+
+    fn issue_to(&self, leaf: &Leaf<'_>, key: &KeyPair) -> Issued {
         let hosts: Vec<String> = leaf.hosts.iter().map(|host| (*host).to_owned()).collect();
         let mut params = CertificateParams::new(hosts).unwrap();
         params.distinguished_name = rcgen::DistinguishedName::new();
@@ -101,12 +110,11 @@ impl Authority {
         };
         params.use_authority_key_identifier_extension = true;
         in_force(&mut params, &leaf.days);
-        let key = KeyPair::generate().unwrap();
         // Of the key, so that two certificates differ and a test can name one.
         let serial = key.public_key_raw()[1..9].to_vec();
         let serial = [&[1][..], &serial].concat();
         params.serial_number = Some(SerialNumber::from_slice(&serial));
-        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let certificate = params.signed_by(key, &self.issuer).unwrap();
         let digits: String = serial.iter().map(|byte| format!("{byte:02x}")).collect();
         Issued {
             pem: certificate.pem(),

@@ -50,6 +50,7 @@ pub async fn run_local(local: LocalAgent, stop: CancellationToken) -> Result<(),
             .map_err(|error| DaemonError::Usage(format!("{server}: {error}")))?,
         state: local.state,
         stop_engines: true,
+        enrolling: None,
         config: AgentConfig {
             server: Some(server),
             tls: None,

@@ -32,6 +32,9 @@ pub enum Readers {
     OwnerOrRootsGroup,
 }
 
+/// A private key, as it was read.
+pub type PrivateKey = PrivateKeyDer<'static>;
+
 /// A certificate, what was sent along with it, and the key that belongs to it.
 #[derive(Clone)]
 pub struct Identity {
@@ -99,22 +102,36 @@ impl Identity {
     pub fn load(certificate: &Path, key: &Path) -> Result<Identity, FileProblem> {
         let chain = read_certificates(certificate)?;
         let private = read_key(key, Readers::OwnerOrRootsGroup)?;
-        let in_certificate = |fault| FileProblem::new(certificate, fault);
-        let leaf = read_certificate(&chain[0]).map_err(in_certificate)?;
-        let signing = aws_lc_rs::sign::any_supported_type(&private)
-            .map_err(|_| FileProblem::new(key, FileFault::BadKey))?;
-        let own = signing
-            .public_key()
-            .ok_or_else(|| FileProblem::new(key, FileFault::BadKey))?;
+        Identity::of(chain, private, certificate).map_err(|fault| match fault {
+            FileFault::BadCertificate(_) => FileProblem::new(certificate, fault),
+            fault => FileProblem::new(key, fault),
+        })
+    }
+
+    /// From the text of a certificate that was sent, and the key that it should be for.
+    pub fn from_pem(text: &[u8], key: PrivateKey) -> Result<Identity, FileFault> {
+        let chain = Pem::parse(text)?.into_certificates()?;
+        Identity::of(chain, key, Path::new("the certificate that was sent"))
+    }
+
+    /// `file`: where the certificate is from.
+    fn of(
+        chain: Vec<CertificateDer<'static>>,
+        private: PrivateKey,
+        file: &Path,
+    ) -> Result<Identity, FileFault> {
+        let leaf = read_certificate(&chain[0])?;
+        let signing =
+            aws_lc_rs::sign::any_supported_type(&private).map_err(|_| FileFault::BadKey)?;
+        let own = signing.public_key().ok_or(FileFault::BadKey)?;
         if own.as_ref() != leaf.public_key {
             let is_of_later = chain[1..].iter().any(|der| {
                 Certificate::from_der(der).is_ok_and(|later| later.public_key == own.as_ref())
             });
-            let fault = FileFault::NotItsKey {
-                certificate: certificate.to_owned(),
+            return Err(FileFault::NotItsKey {
+                certificate: file.to_owned(),
                 is_of_later,
-            };
-            return Err(FileProblem::new(key, fault));
+            });
         }
         Ok(Identity {
             chain,

@@ -1,0 +1,154 @@
+//! The three files of a node's identity, as enrolment makes them.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use llmgw_proto::enrolment::Enrolled;
+use llmgw_proto::identity::certificate::{Certificate, is_issued_by};
+use llmgw_proto::identity::files::{FileFault, FileProblem, PrivateKey, read_key};
+use llmgw_proto::identity::placing::{
+    CERTIFICATE_MODE, KEY_MODE, NewFile, make_directory, place, replace,
+};
+use llmgw_proto::identity::request::request_for;
+use llmgw_proto::identity::{
+    Authorities, EnrolmentToken, Fingerprint, Identity, KeyAndRequest, Moment,
+};
+
+use crate::config::AgentTls;
+
+/// What there is of a certificate for this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Have {
+    Nothing,
+    /// Negative: it ended.
+    Certificate {
+        days_left: i64,
+    },
+}
+
+/// Where they are when agent.yaml names none.
+pub fn in_state(state: &Path) -> AgentTls {
+    let directory = state.join("tls");
+    AgentTls {
+        ca: directory.join("ca.pem"),
+        cert: directory.join("agent.pem"),
+        key: directory.join("agent-key.pem"),
+    }
+}
+
+/// What is there. The error says what to do with files that are not this node's: none of them is written over.
+pub(super) fn look(files: &AgentTls, node: &str, now: Moment) -> Result<Have, String> {
+    let cert = files.cert.display();
+    let found = fs::symlink_metadata(&files.cert);
+    if found.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+        return Ok(Have::Nothing);
+    }
+    let identity = Identity::load(&files.cert, &files.key)
+        .map_err(|problem| format!("{problem}; remove {cert} to enrol anew"))?;
+    let certificate = identity.certificate;
+    if certificate.common_name.as_deref() != Some(node) {
+        return Err(format!(
+            "{cert} is the certificate of `{}`, not of node `{node}`; remove it to enrol anew, or name other files in `tls`",
+            certificate.name()
+        ));
+    }
+    let days_left = certificate.days_left(now);
+    Ok(Have::Certificate { days_left })
+}
+
+/// The node's key: the one that is there, or a new one, on disk when this returns.
+pub(super) fn key(path: &Path) -> Result<PrivateKey, FileProblem> {
+    let is_there = fs::symlink_metadata(path).is_ok();
+    if !is_there {
+        if let Some(directory) = path.parent().filter(|parent| *parent != Path::new("")) {
+            make_directory(directory)?;
+        }
+        let made = KeyAndRequest::new("").map_err(|error| {
+            let fault = FileFault::NotWritten(std::io::Error::other(error.to_string()));
+            FileProblem::new(path, fault)
+        })?;
+        place(&[NewFile {
+            path: path.to_owned(),
+            text: made.key_pem,
+            mode: KEY_MODE,
+        }])?;
+    }
+    read_key(path)
+}
+
+pub(super) fn request(key: &PrivateKey, node: &str) -> Result<String, String> {
+    request_for(key, node).map_err(|error| error.to_string())
+}
+
+/// Checks what the server answered, and keeps it: when this returns it survives a power cut.
+pub(super) fn keep(
+    files: &AgentTls,
+    enrolled: &Enrolled,
+    key: PrivateKey,
+    token: &EnrolmentToken,
+) -> Result<Certificate, String> {
+    let certificate = checked(enrolled, key, token)
+        .map_err(|why| format!("the server's answer can't be used: {why}"))?;
+    let keeping = || -> Result<(), FileProblem> {
+        for path in [&files.ca, &files.cert] {
+            if let Some(directory) = path.parent().filter(|parent| *parent != Path::new("")) {
+                make_directory(directory)?;
+            }
+        }
+        let new = |path: &Path, text: &str| NewFile {
+            path: path.to_owned(),
+            text: text.to_owned(),
+            mode: CERTIFICATE_MODE,
+        };
+        // Where it is among others already, those stay.
+        if !trusts(&files.ca, token.authority()) {
+            replace(&new(&files.ca, &enrolled.authority))?;
+        }
+        replace(&new(&files.cert, &enrolled.certificate))
+    };
+    keeping().map_err(|problem| problem.to_string())?;
+    Ok(certificate)
+}
+
+fn trusts(file: &Path, authority: Fingerprint) -> bool {
+    let of = |known: &Certificate| known.fingerprint == authority;
+    Authorities::load(file).is_ok_and(|known| known.certificates.iter().any(of))
+}
+
+/// The certificate, if it is for this node and this key, and of the one authority that the token names.
+fn checked(
+    enrolled: &Enrolled,
+    key: PrivateKey,
+    token: &EnrolmentToken,
+) -> Result<Certificate, String> {
+    let authorities = Authorities::from_pem(enrolled.authority.as_bytes())
+        .map_err(|fault| format!("its authority: {fault}"))?;
+    let [authority] = &authorities.certificates[..] else {
+        return Err("it names more than one authority".to_owned());
+    };
+    if authority.fingerprint != token.authority() {
+        return Err(format!(
+            "its authority is {}, the token's is {}",
+            authority.fingerprint,
+            token.authority()
+        ));
+    }
+    let identity = Identity::from_pem(enrolled.certificate.as_bytes(), key)
+        .map_err(|fault| format!("its certificate: {fault}"))?;
+    let certificate = identity.certificate;
+    match () {
+        () if certificate.common_name.as_deref() != Some(token.node()) => Err(format!(
+            "its certificate is of `{}`, not of node `{}`",
+            certificate.name(),
+            token.node()
+        )),
+        () if !certificate.usages.client_auth => {
+            Err(format!("its certificate is for {}", certificate.usages))
+        }
+        () if !is_issued_by(&identity.chain[0], &authorities.der[0]) => {
+            Err("its certificate was not issued by its authority".to_owned())
+        }
+        () => Ok(certificate),
+    }
+}
