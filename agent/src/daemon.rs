@@ -238,18 +238,8 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
             starting.await?
         }
     };
-    if let (Some(enrolling), false) = (&setup.enrolling, is_asked) {
-        let manners = Manners {
-            keep_alive: KEEP_ALIVE,
-            patience: PATIENCE,
-        };
-        tokio::select! {
-            enrolled = enrolling.run(manners) => if let Err(error) = enrolled {
-                supervisor.shutdown(setup.stop_engines).await;
-                return Err(DaemonError::Enrolment(error));
-            },
-            () = stop.asked() => is_asked = true,
-        }
+    if !is_asked {
+        is_asked = enrolled(&setup, &supervisor, &mut stop).await?;
     }
     let looking = tokio::spawn(node.clone().keep(supervisor.clone()));
     let session = Arc::new(session(&setup, models_dir, node, supervisor.clone()));
@@ -274,6 +264,31 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
     looking.abort();
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Turns the token into a certificate, where there is one to turn. True: the agent was told to stop meanwhile.
+async fn enrolled(
+    setup: &Setup,
+    supervisor: &Supervisor,
+    stop: &mut Stop,
+) -> Result<bool, DaemonError> {
+    let Some(enrolling) = &setup.enrolling else {
+        return Ok(false);
+    };
+    let manners = Manners {
+        keep_alive: KEEP_ALIVE,
+        patience: PATIENCE,
+    };
+    tokio::select! {
+        enrolled = enrolling.run(manners) => match enrolled {
+            Ok(()) => Ok(false),
+            Err(why) => {
+                supervisor.shutdown(setup.stop_engines).await;
+                Err(DaemonError::Enrolment(why))
+            }
+        },
+        () = stop.asked() => Ok(true),
+    }
 }
 
 async fn supervise(setup: &Setup, node: &Node) -> Result<Arc<Supervisor>, DaemonError> {

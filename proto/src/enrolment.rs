@@ -4,6 +4,9 @@ use std::fmt;
 
 use crate::identity::token::EnrolmentToken;
 
+/// The authorities that an answer names: some twenty at most.
+pub const AUTHORITY_MAX_BYTES: usize = 64 << 10;
+
 /// Asks for a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EnrolmentRequest {
@@ -19,7 +22,7 @@ pub struct EnrolmentRequest {
 pub struct Enrolled {
     /// PEM.
     pub certificate: String,
-    /// PEM.
+    /// PEM: the authority that issued it, and those that are trusted beside it while one is exchanged for another.
     pub authority: String,
 }
 

@@ -116,7 +116,7 @@ fn trusts(file: &Path, authority: Fingerprint) -> bool {
     Authorities::load(file).is_ok_and(|known| known.certificates.iter().any(of))
 }
 
-/// The certificate, if it is for this node and this key, and of the one authority that the token names.
+/// The certificate, if it is for this node and this key, and of the authority that the token names.
 fn checked(
     enrolled: &Enrolled,
     key: PrivateKey,
@@ -124,16 +124,13 @@ fn checked(
 ) -> Result<Certificate, String> {
     let authorities = Authorities::from_pem(enrolled.authority.as_bytes())
         .map_err(|fault| format!("its authority: {fault}"))?;
-    let [authority] = &authorities.certificates[..] else {
-        return Err("it names more than one authority".to_owned());
-    };
-    if authority.fingerprint != token.authority() {
+    let of = |known: &Certificate| known.fingerprint == token.authority();
+    let Some(issuer) = authorities.certificates.iter().position(of) else {
         return Err(format!(
-            "its authority is {}, the token's is {}",
-            authority.fingerprint,
+            "the token's authority, {}, is not among those in it",
             token.authority()
         ));
-    }
+    };
     let identity = Identity::from_pem(enrolled.certificate.as_bytes(), key)
         .map_err(|fault| format!("its certificate: {fault}"))?;
     let certificate = identity.certificate;
@@ -146,8 +143,8 @@ fn checked(
         () if !certificate.usages.client_auth => {
             Err(format!("its certificate is for {}", certificate.usages))
         }
-        () if !is_issued_by(&identity.chain[0], &authorities.der[0]) => {
-            Err("its certificate was not issued by its authority".to_owned())
+        () if !is_issued_by(&identity.chain[0], &authorities.der[issuer]) => {
+            Err("its certificate was not issued by the token's authority".to_owned())
         }
         () => Ok(certificate),
     }

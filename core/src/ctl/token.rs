@@ -4,7 +4,6 @@ use std::io::Write;
 
 use clap::Args;
 use serde::Deserialize;
-use serde_json::Value;
 
 use super::cert::node_id;
 use super::client::{Admin, parsed};

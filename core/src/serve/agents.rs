@@ -5,9 +5,22 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 
 use crate::config::{Agents, Config};
-use crate::control::enrolment::Enrolment;
+use crate::control::enrolment::{AuthorityFiles, Enrolment};
 use crate::control::observed::Timing;
 use crate::control::sessions::{Door, Sessions, SessionsOptions};
+
+/// Whether this server can sign for new nodes, where it is told to.
+///
+/// # Errors
+/// What is wrong with the authority's key.
+pub(super) fn check_authority(config: &Config) -> Result<(), String> {
+    match config.agents.as_ref().and_then(AuthorityFiles::of) {
+        Some(files) => files
+            .check()
+            .map_err(|problem| format!("`agents.tls.ca_key`: {problem}")),
+        None => Ok(()),
+    }
+}
 
 /// Serves agents until the sessions are stopped.
 pub(super) fn start(

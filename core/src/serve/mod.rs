@@ -157,8 +157,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
     let (clients_tls, admin_tls) = (tls.clients.clone(), tls.admin.clone());
     let token = config.admin.token.clone();
     let enrolment = open_enrolment(&config)?;
-    let sessions =
-        agents.map(|listener| agents::start(listener, &config, tls.door(), &enrolment));
+    let sessions = agents.map(|listener| agents::start(listener, &config, tls.door(), &enrolment));
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
     let fleet = sessions.map(|sessions| Fleet::over(sessions, enrolment, &gateway));
@@ -299,6 +298,7 @@ async fn drain(
 fn open_enrolment(config: &Config) -> Result<Arc<Enrolment>, ServerError> {
     let enrolment =
         Enrolment::open(&config.state).map_err(|error| ServerError::Start(error.to_string()))?;
+    enrolment.configure(config.agents.as_ref());
     Ok(Arc::new(enrolment))
 }
 
@@ -387,6 +387,7 @@ fn check(options: &ServerOptions) -> Result<Checked, ServerError> {
     let config = read_config(options)?;
     let policies = open_policies(options, &config)?;
     check_engines(&config, &policies)?;
+    agents::check_authority(&config).map_err(ServerError::Configuration)?;
     Ok(Checked {
         tls: Tls::open(&config).map_err(ServerError::Configuration)?,
         config,

@@ -188,6 +188,7 @@ impl Reloads {
             fleet.sessions.set_timing(Timing::from(agents));
             let denied = agents.deny_serials.iter().cloned();
             fleet.sessions.deny(denied.collect());
+            fleet.enrolment.configure(Some(agents));
         }
         self.certificates.put(staged);
         self.gateway.apply(config);

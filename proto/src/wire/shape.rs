@@ -215,7 +215,7 @@ const ENROLL_REQUEST: Shape = Shape(&[
 
 const ENROLL_RESPONSE: Shape = Shape(&[
     text(1, "certificate", PEM_MAX_BYTES),
-    text(2, "authority", PEM_MAX_BYTES),
+    text(2, "authority", crate::enrolment::AUTHORITY_MAX_BYTES),
     one(3, "refused", &ENROLL_REFUSED),
 ]);
 

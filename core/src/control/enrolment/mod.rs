@@ -7,6 +7,7 @@
 //!
 //! What is on record survives a `kill -9` between two steps: the token then works again for the key that it was used with, and for no other.
 
+mod authority;
 pub mod book;
 mod store;
 
@@ -19,9 +20,10 @@ use llmgw_proto::enrolment::{EnrolmentRefusal, EnrolmentRefusalCode, EnrolmentRe
 use llmgw_proto::identity::{EnrolmentToken, FileProblem, Fingerprint};
 use llmgw_proto::session::{NODE_ID_MAX_BYTES, is_node_id};
 
+pub use self::authority::AuthorityFiles;
 use self::book::{Allowed, Book, Full, KeyDigest, NotAllowed, TOKENS_MAX};
 use self::store::Store;
-use crate::config::UtcTime;
+use crate::config::{Agents, UtcTime};
 use crate::random;
 
 /// How long a token works where nobody says otherwise.
@@ -46,7 +48,7 @@ pub trait Signing: Send + Sync + 'static {
 pub struct Signed {
     /// PEM.
     pub certificate: String,
-    /// PEM.
+    /// PEM: the one that issued it, and those that are trusted beside it.
     pub authority: String,
     pub serial: String,
     pub not_after: String,
@@ -96,6 +98,12 @@ impl Enrolment {
             store,
             signing: RwLock::new(None),
         })
+    }
+
+    /// From now on the authority of this configuration signs, if it names one with its key.
+    pub fn configure(&self, agents: Option<&Agents>) {
+        let files = agents.and_then(AuthorityFiles::of);
+        self.set_signing(files.map(|files| Arc::new(files) as Arc<dyn Signing>));
     }
 
     /// From now on this authority signs; `None`: nobody does.

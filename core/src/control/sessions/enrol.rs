@@ -75,3 +75,6 @@ fn refusal(code: EnrolmentRefusalCode, message: &str) -> EnrolmentRefusal {
         message: message.to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,76 @@
+//! The authority that signs for nodes: its files are read each time, so that a key that was replaced or locked away counts at once.
+
+use std::path::PathBuf;
+
+use llmgw_proto::enrolment::AUTHORITY_MAX_BYTES;
+use llmgw_proto::identity::{Fingerprint, Moment, RequestedKey};
+use sha2::{Digest, Sha256};
+
+use super::book::KeyDigest;
+use super::{Signed, Signing};
+use crate::authority::{Authority, AuthorityProblem, Made};
+use crate::config::Agents;
+
+/// Where they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuthorityFiles {
+    certificate: PathBuf,
+    key: PathBuf,
+}
+
+impl AuthorityFiles {
+    /// `None`: nodes get no certificates from this server.
+    pub fn of(agents: &Agents) -> Option<AuthorityFiles> {
+        let tls = agents.tls.as_ref()?;
+        Some(AuthorityFiles {
+            certificate: tls.ca.clone()?,
+            key: tls.ca_key.clone()?,
+        })
+    }
+
+    /// That they can be used now.
+    ///
+    /// # Errors
+    /// What is wrong with which of them.
+    pub fn check(&self) -> Result<(), AuthorityProblem> {
+        self.load().map(|_| ())
+    }
+
+    fn load(&self) -> Result<Authority, AuthorityProblem> {
+        Authority::from_files(&self.certificate, &self.key, Moment::now())
+    }
+}
+
+impl Signing for AuthorityFiles {
+    fn authority(&self) -> Result<Fingerprint, String> {
+        let authority = self.load().map_err(|problem| problem.to_string())?;
+        Ok(authority.certificate.fingerprint)
+    }
+
+    fn requested_key(&self, request: &str) -> Result<KeyDigest, String> {
+        let key = RequestedKey::from_pem(request).map_err(|why| why.to_string())?;
+        Ok(KeyDigest(Sha256::digest(key.der()).into()))
+    }
+
+    fn sign(&self, node: &str, request: &str) -> Result<Signed, String> {
+        let key = RequestedKey::from_pem(request).map_err(|why| why.to_string())?;
+        let sign = || -> Result<(Authority, Made), AuthorityProblem> {
+            let authority = self.load()?;
+            let made = authority.sign(node, &key, Moment::now())?;
+            Ok((authority, made))
+        };
+        let (authority, made) = sign().map_err(|problem| problem.to_string())?;
+        if authority.trusted.len() > AUTHORITY_MAX_BYTES {
+            return Err(format!(
+                "{}: it has more than {AUTHORITY_MAX_BYTES} bytes, which is more than an agent takes",
+                self.certificate.display()
+            ));
+        }
+        Ok(Signed {
+            authority: authority.trusted,
+            certificate: made.pem,
+            serial: made.certificate.serial.to_string(),
+            not_after: made.certificate.not_after.to_string(),
+        })
+    }
+}
