@@ -489,7 +489,7 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
 async fn silent_clients_stop_nobody_and_are_cut_after_the_patience() {
     let mut guarded = Guarded::with(SessionsOptions {
         require_identity: true,
-        patience: std::time::Duration::from_millis(500),
+        patience: std::time::Duration::from_secs(3),
         ..quiet()
     })
     .await;
