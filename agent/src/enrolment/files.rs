@@ -6,7 +6,7 @@ use std::path::Path;
 
 use llmgw_proto::enrolment::Enrolled;
 use llmgw_proto::identity::certificate::{Certificate, is_issued_by};
-use llmgw_proto::identity::files::{FileFault, FileProblem, PrivateKey, read_key};
+use llmgw_proto::identity::files::{FileFault, FileProblem, PrivateKey, Readers, read_key};
 use llmgw_proto::identity::placing::{
     CERTIFICATE_MODE, KEY_MODE, NewFile, make_directory, place, replace,
 };
@@ -74,7 +74,7 @@ pub(super) fn key(path: &Path) -> Result<PrivateKey, FileProblem> {
             mode: KEY_MODE,
         }])?;
     }
-    read_key(path)
+    read_key(path, Readers::OwnerOrRootsGroup)
 }
 
 pub(super) fn request(key: &PrivateKey, node: &str) -> Result<String, String> {

@@ -230,7 +230,7 @@ async fn command(args: &CtlArgs, out: &mut dyn Write, terminal: bool) -> Result<
         CtlCommand::Cert {
             command: Certificates::Token(arguments),
         } => {
-            let admin = Admin::new(&args.admin, args.token.as_deref())?;
+            let admin = admin(args)?;
             return token::run(&admin, arguments, args.format, out).await;
         }
         CtlCommand::Reload { confirm } => return reload(args, *confirm, out).await,
