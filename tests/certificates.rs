@@ -240,7 +240,9 @@ fn openssl_reads_what_show_says() {
         let days = if file.starts_with("ca") { 3_649 } else { 364 };
         let left = shown["days_left"].as_i64().unwrap();
         assert!((days..=days + 1).contains(&left), "{left}");
-        assert!(page.contains(&format!("{left} days left")), "{page}");
+        // A second later it may be a day less.
+        let is_said = |left: i64| page.contains(&format!("{left} days left"));
+        assert!(is_said(left) || is_said(left - 1), "{page}");
     }
 }
 

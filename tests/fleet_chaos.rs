@@ -371,7 +371,10 @@ fn ask(address: SocketAddr, model: &str) -> Option<Answer> {
     stream.set_read_timeout(Some(REQUEST_PATIENCE)).unwrap();
     let mut client = Client::over(stream);
     let body = chat(false).replace("\"fake\"", &format!("{model:?}"));
-    client.post("/v1/chat/completions", &body, "");
+    let json = [("content-type", "application/json")];
+    client
+        .try_request("POST", "/v1/chat/completions", &json, body.as_bytes())
+        .ok()?;
     let answer = client.try_answer()?;
     (answer.end == harness::End::Complete).then_some(answer)
 }

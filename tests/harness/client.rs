@@ -105,12 +105,27 @@ impl<S: Read + Write> Client<S> {
     }
 
     pub fn send(&mut self, bytes: &[u8]) {
-        self.stream.write_all(bytes).unwrap();
-        self.stream.flush().unwrap();
+        self.try_send(bytes).unwrap();
+    }
+
+    fn try_send(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        self.stream.write_all(bytes)?;
+        self.stream.flush()
     }
 
     /// Sends a whole request; its length is added.
     pub fn request(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) {
+        self.try_request(method, path, headers, body).unwrap();
+    }
+
+    /// The same to a server that may be gone.
+    pub fn try_request(
+        &mut self,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> std::io::Result<()> {
         let mut bytes = format!("{method} {path} HTTP/1.1\r\nhost: gateway\r\n");
         for (name, value) in headers {
             let _ = write!(bytes, "{name}: {value}\r\n");
@@ -119,7 +134,7 @@ impl<S: Read + Write> Client<S> {
             let _ = write!(bytes, "content-length: {}\r\n", body.len());
         }
         let bytes = [bytes.as_bytes(), b"\r\n", body].concat();
-        self.send(&bytes);
+        self.try_send(&bytes)
     }
 
     /// Sends a POST of JSON; `fake` are directives for the engine, or nothing.
