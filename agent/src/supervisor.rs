@@ -41,7 +41,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use llmgw_proto::shard::{LogLine, ShardSpec, ShardState, ShardStatus};
+use llmgw_proto::shard::{LogLine, NOT_GONE, ShardSpec, ShardState, ShardStatus};
 use tokio_util::task::TaskTracker;
 
 pub use board::StatusChanges;
@@ -347,7 +347,7 @@ impl Supervisor {
         match shards.get(shard) {
             Some(running) if !running.is_over() && has_ended(running) => {
                 let text = "what is left of its last run does not end, and still holds its place";
-                return Err(Some(Reason::new("not_gone", text)));
+                return Err(Some(Reason::new(NOT_GONE, text)));
             }
             Some(running) if !running.is_over() && running.spec_hash == handle.spec_hash => {
                 return Err(None);

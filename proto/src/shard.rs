@@ -19,6 +19,11 @@ pub const API_KEY_PLACE: &str = "${LLMGW_API_KEY}";
 /// The same for engines that take a file with the key: the agent writes one that only its user can read, and puts its path here.
 pub const API_KEY_FILE_PLACE: &str = "${LLMGW_API_KEY_FILE}";
 
+/// The code in a failed shard's reason when processes are left that no signal ends: they keep its GPUs and ports.
+pub const NOT_GONE: &str = "not_gone";
+/// The last words of that reason once they ended after all.
+pub const GONE_NOW: &str = "they are gone now";
+
 /// Everything that starting and judging one shard needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -231,9 +236,52 @@ pub struct ShardStatus {
     pub adopted: bool,
 }
 
+impl ShardStatus {
+    /// It failed, and what is left of it keeps its GPUs, cores, memory and ports.
+    pub fn is_not_gone(&self) -> bool {
+        // What went wrong first stands before it: `exited: …; not_gone: …`.
+        let mut parts = self.reason.split("; ");
+        let is_code = |part: &str| {
+            part.split_once(':')
+                .is_some_and(|(code, _)| code == NOT_GONE)
+        };
+        self.state == ShardState::Failed && !self.reason.ends_with(GONE_NOW) && parts.any(is_code)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failed_shard_keeps_its_place_from_not_gone_until_gone_now() {
+        let is_not_gone = |state, reason: &str| {
+            let status = ShardStatus {
+                shard: "m/0/0".into(),
+                spec_hash: String::new(),
+                state,
+                reason: reason.into(),
+                exit: None,
+                log_tail: Vec::new(),
+                since_ms: 0,
+                adopted: false,
+            };
+            status.is_not_gone()
+        };
+        let left = "not_gone: SIGKILL did not end process 7 (D)";
+        assert!(is_not_gone(ShardState::Failed, left));
+        let after = format!("exited: it exited with status 1; {left}");
+        assert!(is_not_gone(ShardState::Failed, &after));
+        assert!(!is_not_gone(
+            ShardState::Failed,
+            &format!("{after}; {GONE_NOW}")
+        ));
+        assert!(!is_not_gone(
+            ShardState::Failed,
+            "exited: it said not_gone: 7"
+        ));
+        assert!(!is_not_gone(ShardState::Stopped, left));
+    }
 
     fn spec() -> ShardSpec {
         ShardSpec {

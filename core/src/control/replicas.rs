@@ -7,7 +7,7 @@ use llmgw_proto::session::SessionId;
 use llmgw_proto::shard::{ShardSpec, ShardState};
 
 use super::memory::Memory;
-use super::observed::Observed;
+use super::observed::{Observed, ObservedNode};
 use super::snapshot::NodeState;
 
 /// One shard on one node. The same shard id can be on two nodes: one that was lost comes back with what was placed again meanwhile.
@@ -37,34 +37,56 @@ impl Replica {
     pub fn all(observed: &Observed, memory: &Memory) -> Vec<Replica> {
         let mut replicas = Vec::new();
         for (id, node) in &observed.nodes {
-            let replica = |shard: &str, spec: &Arc<ShardSpec>, state| Replica {
-                key: ShardKey {
-                    node: id.clone(),
-                    shard: shard.to_owned(),
-                },
-                spec: spec.clone(),
-                state,
-                node_state: node.state,
-                session: node.session,
-                node_drains: memory.drains(id, node.draining),
-                is_only_sent: false,
-            };
             let reported = node
                 .shards
-                .iter()
-                .filter(|(_, shard)| !shard.status.state.is_over())
-                .map(|(id, shard)| replica(id, &shard.spec, shard.status.state));
+                .values()
+                .filter(|shard| !shard.status.state.is_over())
+                .map(|shard| Replica::on(id, node, memory, &shard.spec, shard.status.state));
             replicas.extend(reported);
-            let sent = memory.starts_on(id).filter(|start| {
-                let shard = &start.spec.shard;
-                !node.shards.contains_key(shard)
-            });
+            let sent = memory
+                .starts_on(id)
+                .filter(|start| !node.shards.contains_key(&start.spec.shard));
             replicas.extend(sent.map(|start| Replica {
                 is_only_sent: true,
-                ..replica(&start.spec.shard, &start.spec, ShardState::Pending)
+                ..Replica::on(id, node, memory, &start.spec, ShardState::Pending)
             }));
         }
         replicas
+    }
+
+    /// Those that failed and whose processes no signal ends: they run no more, and hold what they had.
+    pub fn not_gone(observed: &Observed, memory: &Memory) -> Vec<Replica> {
+        let mut replicas = Vec::new();
+        for (id, node) in &observed.nodes {
+            let left = node
+                .shards
+                .values()
+                .filter(|shard| shard.status.is_not_gone())
+                .map(|shard| Replica::on(id, node, memory, &shard.spec, shard.status.state));
+            replicas.extend(left);
+        }
+        replicas
+    }
+
+    fn on(
+        id: &str,
+        node: &ObservedNode,
+        memory: &Memory,
+        spec: &Arc<ShardSpec>,
+        state: ShardState,
+    ) -> Replica {
+        Replica {
+            key: ShardKey {
+                node: id.to_owned(),
+                shard: spec.shard.clone(),
+            },
+            spec: spec.clone(),
+            state,
+            node_state: node.state,
+            session: node.session,
+            node_drains: memory.drains(id, node.draining),
+            is_only_sent: false,
+        }
     }
 
     pub fn model(&self) -> &str {

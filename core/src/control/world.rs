@@ -8,6 +8,7 @@ use llmgw_proto::inventory::adapter::{Adapter as Port, AdapterKind};
 use llmgw_proto::inventory::fabric::Standing;
 use llmgw_proto::inventory::gpu::{Gpu as Card, Gpus, HealthCode, HealthFlag};
 use llmgw_proto::inventory::{Inventory, Reading};
+use llmgw_proto::shard::{NOT_GONE, ShardState as Told};
 
 use super::memory::Memory;
 use super::observed::{Observed, ObservedNode};
@@ -29,6 +30,7 @@ pub fn snapshot(
     taken_at: UtcTime,
 ) -> Snapshot {
     let mut replicas = Replica::all(observed, memory);
+    replicas.extend(Replica::not_gone(observed, memory));
     // A lost node's replicas are mourned: they hold nothing that anybody could have.
     replicas.retain(|replica| replica.node_state != NodeState::Lost);
     let mut snapshot = Snapshot {
@@ -168,7 +170,13 @@ fn gpus(gpus: &Gpus, replicas: &[&Replica], uuids: &mut BTreeSet<String>) -> Vec
         let user = replicas
             .iter()
             .find(|replica| replica.spec.gpus.contains(uuid));
-        let fault = fault(card);
+        let fault = match user {
+            Some(replica) if replica.state == Told::Failed => Some(format!(
+                "held by what is left of {} ({NOT_GONE})",
+                replica.spec.replica
+            )),
+            _ => fault(card).map(|flag| flag.reason.clone()),
+        };
         // A slice has its parent's number; here each has one of its own.
         let number = card.index.value().copied();
         let index = number
@@ -183,7 +191,7 @@ fn gpus(gpus: &Gpus, replicas: &[&Replica], uuids: &mut BTreeSet<String>) -> Vec
             domain: gpus.domain_of(uuid),
             compute_capability: card.compute_capability.value().map(ToString::to_string),
             healthy: fault.is_none(),
-            reason: fault.map(|flag| flag.reason.clone()),
+            reason: fault,
             used_by: match user {
                 Some(replica) => Some(replica.spec.replica.clone()),
                 None => card.has(HealthCode::MemoryHeld).then(|| FOREIGN.to_owned()),
@@ -256,8 +264,7 @@ fn number(replica: &Replica) -> u32 {
     replica.number().unwrap_or_default()
 }
 
-fn state(state: llmgw_proto::shard::ShardState) -> ShardState {
-    use llmgw_proto::shard::ShardState as Told;
+fn state(state: Told) -> ShardState {
     match state {
         Told::Pending => ShardState::Pending,
         Told::Starting => ShardState::Starting,

@@ -1,6 +1,6 @@
 //! The machine's second half: a shard that is being stopped, because somebody asked for it or because it failed.
 
-use llmgw_proto::shard::ShardState;
+use llmgw_proto::shard::{GONE_NOW, NOT_GONE, ShardState};
 
 use super::{Action, Ending, Event, KILL_WAIT_MAX_MS, Life, Plan, RELEASE_WAIT_MAX_MS, Reason};
 use crate::supervisor::spec_store::Asked;
@@ -49,7 +49,7 @@ impl Life {
             (Ending::Killed, Event::Tick) if is_due => self.haunt(),
             (Ending::Haunted, Event::Gone) => {
                 self.ending = Ending::Over;
-                self.reason.push_str("; they are gone now");
+                self.reason.push_str(&format!("; {GONE_NOW}"));
                 vec![Action::Forget, Action::Report]
             }
             (Ending::Releasing, Event::Released) => self.over(),
@@ -73,7 +73,7 @@ impl Life {
     /// What waits in the kernel is not waited for any longer.
     fn haunt(&mut self) -> Vec<Action> {
         let text = format!("SIGKILL did not end {}", self.remains);
-        self.blame(Reason::new("not_gone", text));
+        self.blame(Reason::new(NOT_GONE, text));
         self.ending = Ending::Haunted;
         self.step_by_ms = None;
         self.state = ShardState::Failed;

@@ -95,9 +95,10 @@ pub(super) fn node_report(
         (None, None) if is_draining => drain_reason(&mine, state),
         (None, None) => String::new(),
     };
-    if let Some(soon) = certificate.as_ref().and_then(CertificateReport::soon) {
+    let soon = certificate.as_ref().and_then(CertificateReport::soon);
+    for more in not_gone(seen).into_iter().chain(soon) {
         let gap = if reason.is_empty() { "" } else { "; " };
-        reason = format!("{reason}{gap}{soon}");
+        reason = format!("{reason}{gap}{more}");
     }
     NodeReport {
         id: id.to_owned(),
@@ -121,6 +122,21 @@ pub(super) fn node_report(
         last_heard_ms_ago: view.observed.now_ms.saturating_sub(seen.last_heard_ms),
         certificate,
     }
+}
+
+/// What holds GPUs, cores and memory although it failed.
+fn not_gone(seen: &ObservedNode) -> Option<String> {
+    let left = seen.shards.values();
+    let left: Vec<&str> = left
+        .filter(|shard| shard.status.is_not_gone())
+        .map(|shard| &*shard.spec.replica)
+        .collect();
+    (!left.is_empty()).then(|| {
+        format!(
+            "what is left of {} does not end and keeps its place (not_gone)",
+            left.join(", ")
+        )
+    })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use llmgw_proto::shard::LogLine;
+use llmgw_proto::shard::{LogLine, ShardState};
 use serde::Serialize;
 
 use super::hold::{Held, StartHold};
@@ -243,7 +243,8 @@ impl Controller {
             let problems = launch::problems(&view.set, model, profile);
             (!problems.is_empty()).then(|| (profile.name.to_string(), problems))
         });
-        let replicas = Replica::all(&view.observed, &state.memory);
+        let mut replicas = Replica::all(&view.observed, &state.memory);
+        replicas.extend(Replica::not_gone(&view.observed, &state.memory));
         let mine = replicas.iter().filter(|replica| replica.model() == name);
         Ok(ModelExplanation {
             replicas: mine
@@ -299,6 +300,8 @@ fn replica_report(replica: &Replica, state: &State, view: &View) -> ReplicaRepor
         .and_then(|node| node.shards.get(&replica.key.shard))
         .map(|shard| shard.status.reason.clone());
     let reason = match leaving {
+        // What is left of it goes nowhere.
+        _ if replica.state == ShardState::Failed => said.unwrap_or_default(),
         Some(leaving) => format!("leaves: {}", leaving.why),
         None if state.is_held(replica) => {
             "the catalog does not want it; held until `llmgw ctl reload --confirm`".to_owned()

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::counts::ProfileAnswer;
 use crate::control::placement::{Attempt, Decision, JobSpec, Need};
-use crate::control::snapshot::{FOREIGN, Gpu, Node, NodeState, Snapshot};
+use crate::control::snapshot::{FOREIGN, Gpu, Node, NodeState, ShardState, Snapshot};
 
 /// A change after which the job has a place.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -256,7 +256,11 @@ impl Trials<'_> {
             .snapshot
             .replicas_on(id)
             .into_iter()
-            .filter(|replica| self.snapshot.replicas[replica].model != self.job.model)
+            .filter(|replica| {
+                let known = &self.snapshot.replicas[replica];
+                // What is left of one that failed can't be stopped.
+                known.model != self.job.model && known.state != ShardState::Failed
+            })
             .map(|replica| (self.held(id, &replica), replica))
             .collect();
         replicas.sort();

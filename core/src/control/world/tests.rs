@@ -112,6 +112,37 @@ fn what_replicas_have_is_taken_also_where_it_is_only_sent_and_not_on_lost_nodes(
 }
 
 #[test]
+fn what_is_left_of_a_failed_replica_keeps_its_gpus_cores_and_memory_until_it_is_gone() {
+    let with_reason = |reason: &str| {
+        let mut left = spec("m/0");
+        left.gpus = vec!["GPU-0a-a".to_owned()];
+        (left.cpus, left.memory_bytes) = (Some(8), Some(16 << 30));
+        Nodes::new(&["a"])
+            .with_spec("a", left, Told::Failed)
+            .edit("a", |node| {
+                let shard = node.shards.get_mut("m/0/0").expect("it is there");
+                shard.status.reason = reason.to_owned();
+            })
+    };
+    let left = "exited: it exited with status 1; not_gone: SIGKILL did not end process 7 (D)";
+    let snapshot = of(&with_reason(left));
+    let node = &snapshot.nodes["a"];
+    assert_eq!(users(node), [Some("m/0"), None]);
+    assert_eq!((node.cpus_free, node.memory_gib_free), (88, 524.0));
+    assert_eq!(snapshot.running("m"), 0);
+    let read = Snapshot::parse(Path::new("f"), &snapshot.to_json()).expect("it is one");
+    let mut job = JobSpec::of(&read, "m", Some("p")).expect("it is there");
+    job.profiles[0].gpus_per_node = 2;
+    let decision = place(&read, &job, &mut NativePolicy);
+    let refused = decision.refused("a");
+    let said = "held by what is left of m/0 (not_gone)";
+    assert!(refused[0].text.contains(said), "{refused:?}");
+    let snapshot = of(&with_reason(&format!("{left}; they are gone now")));
+    assert_eq!(users(&snapshot.nodes["a"]), [None, None]);
+    assert_eq!(snapshot.nodes["a"].cpus_free, 96);
+}
+
+#[test]
 fn memory_that_others_hold_makes_a_gpu_foreign_and_any_other_flag_makes_it_sick() {
     let flag = |code, reason: &str| HealthFlag {
         code,
