@@ -329,7 +329,7 @@ impl State {
     /// Runs on although the catalog has no such model: nobody said yet that it is meant.
     fn is_held(&self, replica: &Replica) -> bool {
         let is_wanted = self.desired.models.contains_key(replica.model());
-        !is_wanted && matches!(self.hold, StartHold::Held(_))
+        !is_wanted && self.hold.is_held()
     }
 
     /// Remembers who leaves.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use llmgw_proto::shard::{LogLine, ShardState};
 use serde::Serialize;
 
-use super::hold::{Held, StartHold};
+use super::hold::Held;
 use super::node::{NodeReport, node_report};
 use super::{Controller, State, View, placing};
 use crate::config::{Catalog, UtcTime, suggestion};
@@ -160,10 +160,7 @@ impl Controller {
     /// Another configuration is in force, which an operator said is meant, or which was seen to stop little.
     pub fn configured(&self, is_confirmed: bool) {
         let mut state = self.lock();
-        // While the fleet still reports, little was seen of what would stop.
-        if is_confirmed || state.hold != StartHold::Unjudged {
-            state.hold = StartHold::Over;
-        }
+        state.hold.end(is_confirmed);
         drop(state);
         self.wake();
     }

@@ -417,6 +417,26 @@ fn a_start_whose_catalog_would_stop_more_than_half_stops_nothing_until_that_is_m
 }
 
 #[test]
+fn nodes_that_come_after_the_recovery_are_judged_before_anything_on_them_stops() {
+    let mut fleet = restarted_with("[]");
+    fleet.pass(RECOVERY_S + 5);
+    assert_eq!(fleet.controller.held_since_start(), None);
+    fleet.join("a");
+    fleet.pass(5);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: ready"]);
+    let said = fleet.controller.held_since_start().expect("it is held");
+    assert!(said.contains("would stop 1 of 1 running"), "{said}");
+    fleet.join("b");
+    fleet.pass(5);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: ready"]);
+    let said = fleet.controller.held_since_start().expect("it is held");
+    assert!(said.contains("would stop 2 of 2 running"), "{said}");
+    fleet.controller.configured(true);
+    fleet.pass(5);
+    assert_eq!(fleet.running(), Vec::<String>::new());
+}
+
+#[test]
 fn a_start_that_is_held_is_over_with_a_catalog_that_stops_little() {
     let mut fleet = restarted_with("[]");
     fleet.join("a");
