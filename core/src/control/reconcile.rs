@@ -3,7 +3,7 @@
 //! No I/O, no clock, no chance. The rules, in the order of the code:
 //! 1. While the server recovers, nothing happens: agents still hold the truth.
 //! 2. What failed is cleared at its agent; who leaves is stopped once its requests are done, or its time is up.
-//! 3. A model that the catalog no longer has leaves.
+//! 3. A model that the catalog no longer has leaves, by an operator's order where there is one to drain its node.
 //! 4. A replica that is outdated, or on a node that drains, leaves once another one is ready in its stead: one a model at a time, and
 //!    never the last ready one for a replacement that has no place.
 //! 5. Surplus leaves: first those that are not ready, then the newest.
@@ -130,7 +130,7 @@ pub fn reconcile(
     }
     for (model, replicas) in &staying {
         if !desired.models.contains_key(model) {
-            let leave = |replica| leaves(replica, Why::NotInCatalog);
+            let leave = |replica| undeclared(replica, memory);
             actions.extend(replicas.iter().map(leave));
         }
     }
@@ -184,11 +184,7 @@ fn progress(replica: &Replica, memory: &Memory, traffic: &Traffic, now_ms: u64) 
     let is_done = requests == 0 && passed_ms >= LEAVE_MIN_MS;
     let serves = matches!(replica.state, ShardState::Ready | ShardState::Draining);
     if !serves || leaving.at_once || is_done || passed_ms >= traffic.drain_timeout_ms {
-        return Some(Action::Stop {
-            key: replica.key.clone(),
-            how: StopHow::Stop,
-            why: leaving.why,
-        });
+        return Some(stops(replica, leaving.why));
     }
     Some(Action::Leave {
         key: replica.key.clone(),
@@ -201,11 +197,25 @@ fn leaves(replica: &Replica, why: Why) -> Action {
     let key = replica.key.clone();
     match replica.state {
         ShardState::Ready | ShardState::Draining => Action::Leave { key, why },
-        _ => Action::Stop {
-            key,
-            how: StopHow::Stop,
-            why,
-        },
+        _ => stops(replica, why),
+    }
+}
+
+fn stops(replica: &Replica, why: Why) -> Action {
+    Action::Stop {
+        key: replica.key.clone(),
+        how: StopHow::Stop,
+        why,
+    }
+}
+
+/// One of a model that the catalog does not have. Where the catalog is held, the drain that an operator ordered is meant all the same.
+fn undeclared(replica: &Replica, memory: &Memory) -> Action {
+    let order = memory.node_order(&replica.key.node);
+    match order.filter(|order| order.draining) {
+        Some(order) if order.force => stops(replica, Why::NodeDrains),
+        Some(_) => leaves(replica, Why::NodeDrains),
+        None => leaves(replica, Why::NotInCatalog),
     }
 }
 
@@ -224,8 +234,7 @@ fn of_model(
         // What was made from something else makes no difference to one that is about to fail.
         let is_current = wanted.makes(replica) || replica.state == ShardState::Stopping;
         if replica.node_drains && is_overdue(replica, memory, observed.now_ms) {
-            let (key, how, why) = (replica.key.clone(), StopHow::Stop, Why::NodeDrains);
-            actions.push(Action::Stop { key, how, why });
+            actions.push(stops(replica, Why::NodeDrains));
         } else if !is_current && !replica.is_ready() {
             // It never served, and would only keep the new one from its place.
             actions.push(leaves(replica, Why::Outdated));

@@ -417,6 +417,22 @@ fn a_start_whose_catalog_would_stop_more_than_half_stops_nothing_until_that_is_m
 }
 
 #[test]
+fn a_node_is_drained_of_what_a_start_holds_because_an_operator_says_so() {
+    let mut fleet = restarted_with("[]");
+    fleet.join("a");
+    fleet.join("b");
+    fleet.pass(RECOVERY_S);
+    assert!(fleet.controller.held_since_start().is_some());
+    fleet
+        .controller
+        .drain("a", None, false)
+        .expect("there is one");
+    fleet.pass(3);
+    assert_eq!(fleet.running(), ["m/1 on b: ready"]);
+    assert_eq!(fleet.controller.nodes()[0].reason, "it is empty");
+}
+
+#[test]
 fn nodes_that_come_after_the_recovery_are_judged_before_anything_on_them_stops() {
     let mut fleet = restarted_with("[]");
     fleet.pass(RECOVERY_S + 5);

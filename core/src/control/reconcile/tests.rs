@@ -266,6 +266,28 @@ fn with_a_timeout_or_force_a_draining_node_is_left_without_a_replacement() {
 }
 
 #[test]
+fn a_drain_that_is_ordered_takes_a_model_that_nobody_declares_by_its_own_right() {
+    let order = |force| NodeOrder {
+        draining: true,
+        since_ms: 0,
+        timeout_ms: None,
+        force,
+        is_confirmed: false,
+    };
+    let nodes = || Nodes::new(&["a"]).with("a", "x/0", Ready).draining("a");
+    // What a node says itself may be from before the server started: the catalog's hold goes first.
+    let by_catalog = ["leave x/0/0 on a: NotInCatalog"];
+    check("nobody ordered it", 0, &nodes(), &by_catalog);
+    let mut case = Case::new();
+    case.memory.order("a", order(false));
+    let expected = ["leave x/0/0 on a: NodeDrains"];
+    assert_eq!(case.say(&wanted(0), &nodes()), expected);
+    case.memory.order("a", order(true));
+    let expected = ["stop x/0/0 on a: NodeDrains"];
+    assert_eq!(case.say(&wanted(0), &nodes()), expected);
+}
+
+#[test]
 fn an_order_is_repeated_until_the_node_says_so_and_counts_at_once() {
     let mut case = Case::new();
     let order = |draining| NodeOrder {
