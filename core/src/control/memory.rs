@@ -66,7 +66,7 @@ pub struct Leaving {
 pub struct NodeOrder {
     pub draining: bool,
     pub since_ms: u64,
-    /// Then its replicas stop even without replacements.
+    /// Then its replicas leave even without replacements.
     pub timeout_ms: Option<u64>,
     /// They stop at once.
     pub force: bool,

@@ -183,7 +183,8 @@ fn progress(replica: &Replica, memory: &Memory, traffic: &Traffic, now_ms: u64) 
     let requests = traffic.requests.get(&replica.key).copied().unwrap_or(0);
     let is_done = requests == 0 && passed_ms >= LEAVE_MIN_MS;
     let serves = matches!(replica.state, ShardState::Ready | ShardState::Draining);
-    if !serves || leaving.at_once || is_done || passed_ms >= traffic.drain_timeout_ms {
+    let at_once = leaving.at_once || is_forced(replica, memory);
+    if !serves || at_once || is_done || passed_ms >= traffic.drain_timeout_ms {
         return Some(stops(replica, leaving.why));
     }
     Some(Action::Leave {
@@ -212,10 +213,10 @@ fn stops(replica: &Replica, why: Why) -> Action {
 /// One of a model that the catalog does not have. Where the catalog is held, the drain that an operator ordered is meant all the same.
 fn undeclared(replica: &Replica, memory: &Memory) -> Action {
     let order = memory.node_order(&replica.key.node);
-    match order.filter(|order| order.draining) {
-        Some(order) if order.force => stops(replica, Why::NodeDrains),
-        Some(_) => leaves(replica, Why::NodeDrains),
-        None => leaves(replica, Why::NotInCatalog),
+    match order.is_some_and(|order| order.draining) {
+        true if is_forced(replica, memory) => stops(replica, Why::NodeDrains),
+        true => leaves(replica, Why::NodeDrains),
+        false => leaves(replica, Why::NotInCatalog),
     }
 }
 
@@ -233,8 +234,10 @@ fn of_model(
     for replica in replicas {
         // What was made from something else makes no difference to one that is about to fail.
         let is_current = wanted.makes(replica) || replica.state == ShardState::Stopping;
-        if replica.node_drains && is_overdue(replica, memory, observed.now_ms) {
+        if replica.node_drains && is_forced(replica, memory) {
             actions.push(stops(replica, Why::NodeDrains));
+        } else if replica.node_drains && is_overdue(replica, memory, observed.now_ms) {
+            actions.push(leaves(replica, Why::NodeDrains));
         } else if !is_current && !replica.is_ready() {
             // It never served, and would only keep the new one from its place.
             actions.push(leaves(replica, Why::Outdated));
@@ -302,11 +305,17 @@ fn placements(
         .collect()
 }
 
-/// The operator does not wait for a replacement, or no longer.
+/// The operator waits neither for a replacement nor for requests.
+fn is_forced(replica: &Replica, memory: &Memory) -> bool {
+    let order = memory.node_order(&replica.key.node);
+    order.is_some_and(|order| order.draining && order.force)
+}
+
+/// The operator no longer waits for a replacement. Requests finish as ever.
 fn is_overdue(replica: &Replica, memory: &Memory, now_ms: u64) -> bool {
     memory.node_order(&replica.key.node).is_some_and(|order| {
         let passed_ms = now_ms.saturating_sub(order.since_ms);
-        order.draining && (order.force || order.timeout_ms.is_some_and(|limit| passed_ms >= limit))
+        order.draining && order.timeout_ms.is_some_and(|limit| passed_ms >= limit)
     })
 }
 

@@ -49,10 +49,10 @@ pub enum FleetCommand {
     /// Take a node out of use: replacements first, then its replicas leave. Waits until it is empty.
     Drain {
         node: String,
-        /// Its replicas stop after this time even without replacements.
+        /// After this time its replicas leave even without replacements; requests in flight finish.
         #[arg(long, value_name = "D")]
         timeout: Option<HumanDuration>,
-        /// Its replicas stop at once.
+        /// Its replicas stop at once; requests in flight are cut off.
         #[arg(long)]
         force: bool,
     },

@@ -83,7 +83,8 @@ const LINES_SHOWN_MAX: usize = 5;
 impl Controller {
     // Orders.
 
-    /// Takes a node out of use: its replicas are replaced first, then leave. With a limit they leave then at the latest, with `force` at once.
+    /// Takes a node out of use: its replicas are replaced first, then leave. With a limit they leave then at the latest and finish their requests; with
+    /// `force` they stop at once.
     pub fn drain(
         &self,
         node: &str,

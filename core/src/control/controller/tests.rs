@@ -294,6 +294,11 @@ fn a_drain_whose_replacement_has_no_place_says_so_and_waits_for_its_timeout_only
     let wanted =
         "waits for a replacement of m/0: no node has a place for it: `node_state` on 1 node";
     assert!(reason.starts_with(wanted), "{reason}");
+    lock(&fleet.rest.requests).insert(FIRST.to_owned(), 1);
+    fleet.pass(30);
+    assert_eq!(fleet.running(), ["m/0 on a: draining"], "its request runs");
+    assert!(fleet.pool().is_empty());
+    lock(&fleet.rest.requests).clear();
     fleet.pass(1);
     assert_eq!(fleet.running(), Vec::<String>::new());
 }

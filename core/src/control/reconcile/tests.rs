@@ -242,7 +242,7 @@ fn a_node_that_drains_is_left_once_its_replacement_is_ready() {
 }
 
 #[test]
-fn with_a_timeout_or_force_a_draining_node_is_left_without_a_replacement() {
+fn with_a_timeout_a_draining_node_is_left_without_a_replacement_and_with_force_at_once() {
     let order = |timeout_ms, force| NodeOrder {
         draining: true,
         since_ms: 1_000_000,
@@ -258,10 +258,16 @@ fn with_a_timeout_or_force_a_draining_node_is_left_without_a_replacement() {
     let mut case = Case::new();
     case.memory.order("a", order(Some(5_000), false));
     assert_eq!(case.say(&wanted(1), &nodes().later(4_999)), ["+1!"]);
-    let expected = ["stop m/0/0 on a: NodeDrains", "+1"];
+    let expected = ["leave m/0/0 on a: NodeDrains", "+1"];
     assert_eq!(case.say(&wanted(1), &nodes().later(5_000)), expected);
-    let mut case = Case::new();
     case.memory.order("a", order(None, true));
+    let expected = ["stop m/0/0 on a: NodeDrains", "+1"];
+    assert_eq!(case.say(&wanted(1), &nodes()), expected);
+    // Also where it leaves already, and has requests.
+    let key = key("a", "m/0");
+    case.memory.leave(&key, Why::Surplus, false, 1_000_000);
+    case.traffic.requests.insert(key, 3);
+    let expected = ["stop m/0/0 on a: Surplus", "+1"];
     assert_eq!(case.say(&wanted(1), &nodes()), expected);
 }
 
