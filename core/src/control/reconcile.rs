@@ -6,7 +6,7 @@
 //! 3. A model that the catalog no longer has leaves, by an operator's order where there is one to drain its node.
 //! 4. A replica that is outdated, or on a node that drains, leaves once another one is ready in its stead: one a model at a time, and
 //!    never the last ready one for a replacement that has no place.
-//! 5. Surplus leaves: first those that are not ready, then the newest.
+//! 5. Surplus leaves: first those that are not ready, then those of unreachable nodes, then the newest.
 //! 6. What is missing is placed, unless the model failed lately.
 
 use std::cmp::Reverse;
@@ -319,10 +319,12 @@ fn is_overdue(replica: &Replica, memory: &Memory, now_ms: u64) -> bool {
     })
 }
 
-/// Who goes first: those that are not ready, then those on nodes that drain, then the newest.
+/// Who goes first: those that are not ready, then those that nobody confirms, then those on nodes that drain, then the newest. One that
+/// serves although its node is unreachable outlives one that only loads: else the pool could be empty.
 fn order_of_leaving(replica: &Replica, memory: &Memory) -> impl Ord {
     (
         replica.is_ready(),
+        replica.is_heard(),
         !replica.node_drains,
         Reverse(memory.ready_since_ms(&replica.key)),
         Reverse(replica.number()),

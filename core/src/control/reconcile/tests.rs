@@ -156,6 +156,19 @@ fn surplus_goes_by_readiness_then_by_draining_node_then_by_age() {
 }
 
 #[test]
+fn of_two_that_are_ready_the_one_that_nobody_hears_is_the_surplus() {
+    let nodes = |on_b| {
+        Nodes::new(&["a", "b"])
+            .with("a", "m/0", Ready)
+            .with("b", "m/1", on_b)
+            .absent("a", Unreachable)
+    };
+    check("both", 1, &nodes(Ready), &["leave m/0/0 on a: Surplus"]);
+    // It may be the only one that serves.
+    check("b loads", 1, &nodes(Loading), &["stop m/1/0 on b: Surplus"]);
+}
+
+#[test]
 fn a_failure_is_cleared_waits_and_goes_elsewhere_first() {
     let mut case = Case::new();
     let failed = || Nodes::new(&["a", "b"]).with("a", "m/0", Failed);
