@@ -74,6 +74,10 @@ pub struct ModelStatus {
     pub aliases: Vec<String>,
     /// At least one replica takes requests.
     pub ready: bool,
+    /// Replicas that are declared: endpoints, and those that the server keeps running. None: the server is older and does not say.
+    pub wanted: Option<u64>,
+    /// Why the server runs fewer than that; empty: nothing is known to be wrong.
+    pub reason: String,
     /// The highest first.
     pub bands: Vec<BandStatus>,
     pub replicas: Vec<ReplicaStatus>,

@@ -89,8 +89,8 @@ pub(crate) fn report() -> StatusReport {
         name: "smollm2".into(),
         aliases: vec!["default".into()],
         ready: true,
-        bands: Vec::new(),
         replicas: vec![replica],
+        ..ModelStatus::default()
     };
     StatusReport {
         version: "0.1.0".into(),

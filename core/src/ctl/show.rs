@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::table::{UNKNOWN, plain, span, table};
 use crate::admin::status::{
-    BandStatus, CertificateStatus, ReplicaState, ReplicaStatus, StatusReport,
+    BandStatus, CertificateStatus, ModelStatus, ReplicaState, ReplicaStatus, StatusReport,
 };
 
 /// What `ctl` reads of `GET /v1/policies`.
@@ -97,15 +97,14 @@ pub fn status(report: &StatusReport, now_ms: u64) -> String {
         .models
         .iter()
         .map(|model| {
-            let ready = count_ready(&model.replicas);
             let errors: u64 = model.replicas.iter().map(|replica| replica.errors_1m).sum();
             [
                 model.name.clone(),
-                format!("{ready}/{}", model.replicas.len()),
+                ready_of(model),
                 sum(&model.bands, |band| band.inflight),
                 sum(&model.bands, |band| band.queued),
                 errors.to_string(),
-                first_reason(&model.replicas),
+                why(model),
             ]
         })
         .collect();
@@ -225,7 +224,7 @@ fn percent(share: Option<f64>) -> String {
 }
 
 pub fn models(report: &StatusReport) -> String {
-    let rows: Vec<[String; 4]> = report
+    let rows: Vec<[String; 5]> = report
         .models
         .iter()
         .map(|model| {
@@ -238,13 +237,14 @@ pub fn models(report: &StatusReport) -> String {
             engines.dedup();
             [
                 model.name.clone(),
-                format!("{}/{}", count_ready(&model.replicas), model.replicas.len()),
+                ready_of(model),
                 or_unknown(engines.join(", ")),
                 or_unknown(model.aliases.join(", ")),
+                why(model),
             ]
         })
         .collect();
-    table(["MODEL", "READY", "ENGINES", "ALIASES"], &rows)
+    table(["MODEL", "READY", "ENGINES", "ALIASES", "WHY"], &rows)
 }
 
 pub fn replicas(report: &StatusReport) -> String {
@@ -382,6 +382,21 @@ fn count_ready(replicas: &[ReplicaStatus]) -> usize {
         .count()
 }
 
+/// Of those that are declared, also where they do not run.
+fn ready_of(model: &ModelStatus) -> String {
+    let known = model.replicas.len() as u64;
+    let of = model.wanted.unwrap_or_default().max(known);
+    format!("{}/{of}", count_ready(&model.replicas))
+}
+
+/// What is wrong with a replica, or why some do not run.
+fn why(model: &ModelStatus) -> String {
+    match first_reason(&model.replicas) {
+        reason if reason.is_empty() => model.reason.clone(),
+        reason => reason,
+    }
+}
+
 /// Why the first replica that is not ready is not.
 fn first_reason(replicas: &[ReplicaStatus]) -> String {
     let down = replicas
@@ -420,7 +435,7 @@ fn ago(then_ms: u64, now_ms: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::status::{ConfigStatus, ListenerStatus, ModelStatus, TenantStatus};
+    use crate::admin::status::{ConfigStatus, ListenerStatus, TenantStatus};
 
     fn report() -> StatusReport {
         let ready = ReplicaStatus {
@@ -475,6 +490,7 @@ mod tests {
                     },
                 ],
                 replicas: vec![ready, down],
+                ..ModelStatus::default()
             }],
             tenants: vec![TenantStatus {
                 name: "research".into(),
@@ -542,8 +558,34 @@ mod tests {
         );
         assert_eq!(
             models(&report()),
-            "MODEL    READY  ENGINES         ALIASES\n\
-             smollm2  1/2    llamacpp, vllm  default\n"
+            "MODEL    READY  ENGINES         ALIASES  WHY\n\
+             smollm2  1/2    llamacpp, vllm  default  smollm2/1: connection refused\n"
+        );
+    }
+
+    #[test]
+    fn a_model_that_does_not_run_shows_how_many_are_wanted_and_why() {
+        let reason = "no node has a place for it: `gpus_busy` on 1 node (best a: 0 free of 2)";
+        let mut report = StatusReport {
+            models: vec![ModelStatus {
+                name: "big".into(),
+                wanted: Some(2),
+                reason: reason.into(),
+                ..ModelStatus::default()
+            }],
+            ..StatusReport::default()
+        };
+        let row = |text: String| text.lines().last().unwrap_or_default().to_owned();
+        let expected = format!("big    0/2    0         0       0           {reason}");
+        assert_eq!(row(status(&report, 0)), expected);
+        assert_eq!(
+            row(models(&report)),
+            format!("big    0/2    -        -        {reason}")
+        );
+        report.models[0].wanted = None;
+        assert!(
+            row(models(&report)).starts_with("big    0/0"),
+            "an older server"
         );
     }
 

@@ -13,10 +13,12 @@ use crate::admin::status::{
 use crate::admin::{Ready, Report};
 use crate::certificates::{Certificates, Owner};
 use crate::clock;
+use crate::config::Model;
 use crate::flow::BandReport;
 use crate::flow::cost::PRICE_SCALE;
 use crate::gateway::auth::Tenants;
 use crate::gateway::state::Gateway;
+use crate::routing::outlook::{NONE_READY, Outlook};
 use crate::routing::pool::Pool;
 use crate::routing::replica::{Readiness, Replica, Standing};
 
@@ -134,14 +136,36 @@ fn model_status(pool: &Pool) -> ModelStatus {
             ..replica_status(replica)
         })
         .collect();
+    let ready = replicas
+        .iter()
+        .filter(|replica| replica.state == ReplicaState::Ready)
+        .count();
     ModelStatus {
+        wanted: Some(wanted(&pool.model)),
+        reason: missing_reason(&pool.model, ready, &pool.outlook.load()),
         name: pool.model.name.to_string(),
         aliases: pool.model.aliases.iter().map(ToString::to_string).collect(),
-        ready: replicas
-            .iter()
-            .any(|replica| replica.state == ReplicaState::Ready),
+        ready: ready > 0,
         bands: pool.queues.band_reports().iter().map(band_status).collect(),
         replicas,
+    }
+}
+
+fn wanted(model: &Model) -> u64 {
+    let started = match model.profiles.is_empty() {
+        true => 0,
+        false => u64::from(model.replicas),
+    };
+    model.endpoints.len() as u64 + started
+}
+
+/// What the control plane says of those that are missing; nothing where none is, or where it starts none.
+fn missing_reason(model: &Model, ready: usize, outlook: &Outlook) -> String {
+    let is_missing = !model.profiles.is_empty() && (ready as u64) < wanted(model);
+    let is_news = ready == 0 || outlook.reason != NONE_READY;
+    match is_missing && is_news {
+        true => outlook.reason.clone(),
+        false => String::new(),
     }
 }
 
@@ -225,5 +249,38 @@ fn replica_status(replica: &Replica) -> ReplicaStatus {
         errors_1m: u64::from(numbers.errors_1m),
         ms_per_prefill_token: Some(numbers.ms_per_prefill_token),
         ..ReplicaStatus::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+
+    #[test]
+    fn what_is_missing_counts_as_wanted_and_has_the_control_planes_reason() {
+        let text = "models: [{name: m, replicas: 2, profiles: [{name: p, engine: llamacpp, cpus: 4}]}, \
+                    {name: fixed, endpoints: [{url: 'http://127.0.0.1:9'}]}]\n";
+        let parsed = config::parse("llmgw.yaml".as_ref(), text.to_owned(), &|_| None);
+        let models = parsed.expect("it is one").catalog.models;
+        let [started, fixed] = &models[..] else {
+            panic!("there are two");
+        };
+        assert_eq!((wanted(started), wanted(fixed)), (2, 1));
+        let outlook = |reason: &str| Outlook {
+            recovering: false,
+            reason: reason.to_owned(),
+        };
+        let no_place = outlook("no node has a place for it");
+        for (ready, outlook, reason) in [
+            (0, &no_place, &*no_place.reason),
+            (1, &no_place, &no_place.reason),
+            (2, &no_place, ""),
+            (0, &outlook(NONE_READY), NONE_READY),
+            (1, &outlook(NONE_READY), ""),
+        ] {
+            assert_eq!(missing_reason(started, ready, outlook), reason, "{ready}");
+            assert_eq!(missing_reason(fixed, ready, outlook), "");
+        }
     }
 }

@@ -7,7 +7,7 @@ use llmgw_proto::shard::ShardState;
 use super::{State, View};
 use crate::control::replicas::Replica;
 use crate::control::snapshot::NodeState;
-use crate::routing::outlook::Outlook;
+use crate::routing::outlook::{NONE_READY, Outlook};
 
 pub(super) fn of_all(state: &State, view: &View) -> BTreeMap<String, Outlook> {
     let mut starting: BTreeMap<&str, usize> = BTreeMap::new();
@@ -53,6 +53,6 @@ fn reason(state: &State, view: &View, model: &str, starting: Option<usize>) -> S
     }
     match state.unplaced.get(model) {
         Some(unplaced) => unplaced.reason.clone(),
-        None => "none of its replicas is ready".to_owned(),
+        None => NONE_READY.to_owned(),
     }
 }
