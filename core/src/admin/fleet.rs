@@ -235,6 +235,7 @@ pub async fn token(fleet: Option<&FleetAdmin>, query: Query) -> Result<Value, Fl
 impl FleetError {
     pub fn status(&self) -> StatusCode {
         match self {
+            FleetError::Operator(OperatorError::Absent { .. }) => StatusCode::BAD_GATEWAY,
             FleetError::NoFleet | FleetError::Operator(_) => StatusCode::NOT_FOUND,
             FleetError::Query(_) => StatusCode::BAD_REQUEST,
             FleetError::Tail(_) => StatusCode::BAD_GATEWAY,
@@ -253,7 +254,7 @@ impl FleetError {
             FleetError::Query(_) => "invalid_query",
             FleetError::Operator(OperatorError::Unknown { .. }) => "unknown_name",
             FleetError::Operator(OperatorError::NoProfiles { .. }) => "no_profiles",
-            FleetError::Tail(_) => "no_logs",
+            FleetError::Operator(OperatorError::Absent { .. }) | FleetError::Tail(_) => "no_logs",
             FleetError::Token(IssueError::Off) => "enrolment_off",
             FleetError::Token(_) => "no_token",
             FleetError::Died => "died",

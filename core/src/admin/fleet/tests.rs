@@ -132,6 +132,22 @@ async fn what_has_no_answer_says_why() {
 }
 
 #[tokio::test]
+async fn the_output_of_a_replica_on_an_absent_node_is_refused_with_the_node_and_the_way_out() {
+    let (mut fleet, admin) = fleet();
+    fleet.cut("a");
+    let refused = ask(Some(&admin), FleetQuestion::Logs, query("replica=org/m/0"));
+    let error = refused.await.expect_err("its agent is not there");
+    let (code, status) = (error.code(), error.status());
+    assert_eq!((code, status), ("no_logs", StatusCode::BAD_GATEWAY));
+    let said = error.to_string();
+    assert!(
+        said.starts_with("org/m/0 is on a, which is unreachable"),
+        "{said}"
+    );
+    assert!(said.contains("`llmgw ctl nodes`"), "{said}");
+}
+
+#[tokio::test]
 async fn orders_are_carried_out() {
     let (mut fleet, admin) = fleet();
     let said = order(Some(&admin), FleetOrder::Drain, query("node=a&force")).await;

@@ -17,7 +17,7 @@ use crate::control::memory::NodeOrder;
 use crate::control::placement::{JobSpec, place};
 use crate::control::reconcile::{Missing, Place, Why};
 use crate::control::replicas::{Replica, numbers_taken};
-use crate::control::snapshot::Snapshot;
+use crate::control::snapshot::{NodeState, Snapshot};
 use crate::control::world;
 
 /// Why an order or a question came to nothing.
@@ -31,6 +31,12 @@ pub enum OperatorError {
     },
     /// The model has no profiles, so nothing is started for it.
     NoProfiles { model: String },
+    /// The replica's node is not connected, and nobody else has its output.
+    Absent {
+        replica: String,
+        node: String,
+        state: NodeState,
+    },
 }
 
 /// A replica that the server started, for people and tools.
@@ -352,6 +358,16 @@ impl fmt::Display for OperatorError {
             OperatorError::NoProfiles { model } => write!(
                 f,
                 "`{model}` has no profiles: its endpoints are configured, and nothing is started for it"
+            ),
+            OperatorError::Absent {
+                replica,
+                node,
+                state,
+            } => write!(
+                f,
+                "{replica} is on {node}, which is {}: only its agent has the lines; ask again when `llmgw ctl nodes` shows it connected, \
+                 or look into the agent's `state` directory on {node}",
+                state.as_str()
             ),
         }
     }

@@ -17,16 +17,30 @@ impl Controller {
     pub fn output_of(&self, replica: &str, rank: u32) -> Result<Output, OperatorError> {
         let view = self.view();
         let mut known = Vec::new();
+        let mut absent = None;
         for (id, node) in &view.observed.nodes {
             for shard in node.shards.values() {
-                if shard.spec.replica == replica && shard.spec.rank == rank {
+                known.push(shard.spec.replica.as_str());
+                if shard.spec.replica != replica || shard.spec.rank != rank {
+                    continue;
+                }
+                if node.session.is_some() {
                     return Ok(Output::At {
                         node: id.clone(),
                         shard: shard.spec.shard.clone(),
                     });
                 }
-                known.push(shard.spec.replica.as_str());
+                if !shard.status.state.is_over() {
+                    absent = Some((id, node.state));
+                }
             }
+        }
+        if let Some((node, state)) = absent {
+            return Err(OperatorError::Absent {
+                replica: replica.to_owned(),
+                node: node.clone(),
+                state,
+            });
         }
         let state = self.lock();
         let model = replica.rsplit_once('/').map_or(replica, |(model, _)| model);
