@@ -46,6 +46,8 @@ pub struct ObservedNode {
     /// Since when nothing is heard, and why. None: it is connected.
     pub absence: Option<Absence>,
     pub last_heard_ms: u64,
+    /// The interval that its session was told to be heard in: another one is for the sessions to come.
+    pub heartbeat: Duration,
     /// An operator takes it out of use. Kept by the agent; also true while it is unreachable.
     pub draining: bool,
     /// What its session showed. None: it is not connected by TLS, or was not asked.

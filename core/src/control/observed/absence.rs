@@ -30,12 +30,12 @@ impl NodeTable {
     }
 
     fn expire(&mut self, changes: &mut Vec<Change>) {
-        let deadline_ms = millis(self.timing.heartbeat * HEARTBEATS_MISSED_MAX);
         let now_ms = self.observed.now_ms;
+        let deadline_ms = |node: &ObservedNode| millis(node.heartbeat * HEARTBEATS_MISSED_MAX);
         let silent: Vec<(String, SessionId)> = self
             .observed
             .connected()
-            .filter(|(_, _, node)| now_ms - node.last_heard_ms >= deadline_ms)
+            .filter(|(_, _, node)| now_ms - node.last_heard_ms >= deadline_ms(node))
             .map(|(id, session, _)| (id.to_owned(), session))
             .collect();
         for (node, session) in silent {

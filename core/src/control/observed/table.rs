@@ -129,6 +129,7 @@ impl NodeTable {
         }
         let joined = ObservedNode {
             certificate,
+            heartbeat: self.timing.heartbeat,
             ..registered(session, register, self.observed.now_ms)
         };
         let (from, to) = (before.as_ref().map(|node| node.state), joined.state);
@@ -338,6 +339,7 @@ fn registered(session: SessionId, register: Register, now_ms: u64) -> ObservedNo
         session: Some(session),
         absence: None,
         last_heard_ms: now_ms,
+        heartbeat: Duration::ZERO,
         draining: register.draining,
         certificate: None,
         agent_version: register.agent_version,

@@ -731,3 +731,27 @@ fn a_full_table_makes_room_by_forgetting_who_is_lost_the_longest_and_else_refuse
     }));
     assert_eq!(joins(&changes), [(20_001, true)]);
 }
+
+#[test]
+fn a_shorter_heartbeat_is_for_the_sessions_that_are_told_it() {
+    let mut heard = Heard::new();
+    heard.join("a", 1);
+    heard.pass(4, &[]);
+    heard.table.set_timing(Timing {
+        heartbeat: Duration::from_secs(1),
+        ..TIMING
+    });
+    heard.join("b", 2);
+    heard.pass(2, &[]);
+    let now = (heard.state("a"), heard.state("b"));
+    assert_eq!(now, (NodeState::Ready, NodeState::Ready));
+    heard.pass(1, &[]);
+    let now = (heard.state("a"), heard.state("b"));
+    assert_eq!(now, (NodeState::Ready, NodeState::Unreachable));
+    heard.pass(8, &[]);
+    assert_eq!(
+        heard.state("a"),
+        NodeState::Unreachable,
+        "15 s after its last word"
+    );
+}

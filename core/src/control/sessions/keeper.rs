@@ -150,8 +150,11 @@ impl Keeper {
     fn act(&self, change: Change) {
         match change {
             Change::Joined { node, session, .. } => {
+                // What the table goes by: a reload may have come meanwhile.
+                let seen = self.table.observed().nodes.get(&node);
+                let heartbeat = seen.map_or(self.timing.borrow().heartbeat, |seen| seen.heartbeat);
                 let welcome = ServerMessage::Welcome(Welcome {
-                    heartbeat_ms: self.timing.borrow().heartbeat.as_millis() as u64,
+                    heartbeat_ms: heartbeat.as_millis() as u64,
                     server_version: env!("CARGO_PKG_VERSION").to_owned(),
                 });
                 // Its queue is empty; where it left already, its end follows.

@@ -92,6 +92,7 @@ pub(crate) fn node(id: &str, session: u64) -> Arc<ObservedNode> {
         session: Some(SessionId(session)),
         absence: None,
         last_heard_ms: 0,
+        heartbeat: std::time::Duration::from_secs(5),
         draining: false,
         certificate: None,
         agent_version: "0.1.0".to_owned(),
