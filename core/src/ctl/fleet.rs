@@ -89,6 +89,7 @@ struct Node {
     memory_gib: f64,
     memory_gib_free: f64,
     replicas: Vec<String>,
+    leaving: Vec<String>,
     certificate: Option<Certificate>,
 }
 
@@ -341,6 +342,10 @@ async fn drain(
                 }
                 return Ok(());
             }
+            // Nobody is there to say that it is empty, and nothing else is left to do here.
+            "unreachable" if seen.leaving.len() == seen.replicas.len() => {
+                return Err(CtlError::Failed(left_behind(&seen)));
+            }
             _ => {}
         }
         if seen.reason != told {
@@ -352,6 +357,17 @@ async fn drain(
     Err(CtlError::Failed(format!(
         "{node} is not empty after a day; the drain goes on"
     )))
+}
+
+fn left_behind(absent: &Node) -> String {
+    let (node, reason) = (plain(&absent.id), plain(&absent.reason));
+    let rest = match absent.replicas.len() {
+        1 => "its replica gets no more requests, and stops when it is back".to_owned(),
+        number => {
+            format!("its {number} replicas get no more requests, and stop when it is back")
+        }
+    };
+    format!("{node} is out of use, but unreachable ({reason}): {rest}")
 }
 
 /// Orders something, and prints what the server says.

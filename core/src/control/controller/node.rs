@@ -31,6 +31,8 @@ pub struct NodeReport {
     pub memory_gib: f64,
     pub memory_gib_free: f64,
     pub replicas: Vec<String>,
+    /// Those of them that are out of the pool for good. An absent node hears of it when it is back.
+    pub leaving: Vec<String>,
     pub last_heard_ms_ago: u64,
     /// What it speaks with; none without TLS.
     pub certificate: Option<CertificateReport>,
@@ -115,13 +117,21 @@ pub(super) fn node_report(
         cpus_free: node.cpus_free,
         memory_gib: node.memory_gib,
         memory_gib_free: node.memory_gib_free,
-        replicas: mine
-            .iter()
-            .map(|replica| replica.spec.replica.clone())
-            .collect(),
+        replicas: names(mine.iter().copied()),
+        leaving: names(
+            mine.iter()
+                .copied()
+                .filter(|replica| state.memory.leaving(&replica.key).is_some()),
+        ),
         last_heard_ms_ago: view.observed.now_ms.saturating_sub(seen.last_heard_ms),
         certificate,
     }
+}
+
+fn names<'a>(replicas: impl Iterator<Item = &'a Replica>) -> Vec<String> {
+    replicas
+        .map(|replica| replica.spec.replica.clone())
+        .collect()
 }
 
 /// What holds GPUs, cores and memory although it failed.

@@ -352,6 +352,31 @@ fn a_profile_that_can_not_be_started_is_named_to_requests_and_operators() {
 }
 
 #[test]
+fn a_dead_node_under_the_brake_is_given_up_by_a_forced_drain() {
+    let mut fleet = Fleet::new(&["a", "b", "c", "d"], ONE);
+    fleet.ready("m/0");
+    for node in ["a", "b", "c"] {
+        fleet.cut(node);
+    }
+    fleet.pass(2 * LOST_AFTER_S);
+    assert_eq!(fleet.running(), ["m/0 on a: ready"]);
+    assert_eq!(fleet.controller.nodes()[0].state, "unreachable", "braked");
+    fleet
+        .controller
+        .drain("a", None, true)
+        .expect("there is one");
+    fleet.pass(1);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on d: loading"]);
+    assert!(fleet.pool().is_empty());
+    let given_up = &fleet.controller.nodes()[0];
+    assert_eq!(given_up.leaving, given_up.replicas);
+    fleet.ready("m/1");
+    fleet.join("a");
+    fleet.pass(2);
+    assert_eq!(fleet.running(), ["m/1 on d: ready"]);
+}
+
+#[test]
 fn a_stopped_replica_is_replaced() {
     let mut fleet = one();
     fleet.controller.stop("m/0", false).expect("there is one");

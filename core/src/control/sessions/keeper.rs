@@ -183,7 +183,7 @@ impl Keeper {
             }
             Change::BrakeHeld(brake) => tracing::error!(
                 "{} of {} nodes vanished at once: this is taken for the server's own trouble, none of them counts as lost; \
-                 nothing is placed anew until most of them are back",
+                 their replicas are not placed elsewhere until most of them are back, or `llmgw ctl drain NODE --force` gives a node up",
                 brake.absent,
                 brake.of
             ),

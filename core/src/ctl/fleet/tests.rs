@@ -6,6 +6,7 @@ use llmgw_proto::enrolment::EnrolmentRequest;
 use llmgw_proto::identity::EnrolmentToken;
 use llmgw_proto::shard::LogLine;
 
+use super::{Node, left_behind};
 use crate::admin::fleet::FleetAdmin;
 use crate::admin::tests::{Listening, listen_over};
 use crate::config::UtcTime;
@@ -94,6 +95,29 @@ async fn orders_are_carried_out_and_a_drain_waits_until_the_node_is_empty() {
     assert_eq!(drained, (0, "a is empty\n".to_owned()));
     let (status, text) = run(&admin, &["undrain", "a"]).await;
     assert_eq!((status, &*text), (0, "a is put back into use\n"));
+}
+
+#[tokio::test]
+async fn a_forced_drain_of_an_absent_node_returns_once_its_replicas_are_given_up() {
+    let (mut fleet, admin) = fleet().await;
+    fleet.ready("org/m/0");
+    fleet.cut("a");
+    let looking = async {
+        while fleet.controller.nodes()[0].leaving.is_empty() {
+            fleet.look();
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+    };
+    let (drained, ()) = tokio::join!(run(&admin, &["drain", "a", "--force"]), looking);
+    assert_eq!(drained, (1, String::new()));
+    let one = Node {
+        id: "a".to_owned(),
+        reason: "reset".to_owned(),
+        replicas: vec!["org/m/0".to_owned()],
+        ..Node::default()
+    };
+    let said = "a is out of use, but unreachable (reset): its replica gets no more requests, and stops when it is back";
+    assert_eq!(left_behind(&one), said);
 }
 
 #[tokio::test]
