@@ -75,6 +75,14 @@ impl ClientError {
             | ClientError::NotAdmin { .. } => 3,
         }
     }
+
+    /// Another try may work: the server is away, or was cut off in mid-answer.
+    pub fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            ClientError::Unreachable { .. } | ClientError::NotAdmin { .. }
+        )
+    }
 }
 
 impl fmt::Display for ClientError {

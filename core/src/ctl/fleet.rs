@@ -321,42 +321,65 @@ async fn drain(
     eprintln!("{}", text_of(&message));
     let started = Instant::now();
     let mut told = String::new();
-    while started.elapsed() < DRAIN_WAIT_MAX {
-        let answer = got(admin.get("/v1/nodes").await)?;
-        let nodes = answer.get("nodes").cloned().unwrap_or_default();
-        let nodes: Vec<Node> = parsed(nodes)?;
-        let Some(seen) = nodes.into_iter().find(|seen| seen.id == node) else {
-            return Err(CtlError::Failed(format!("{node} is no longer known")));
-        };
-        match &*seen.state {
-            "ready" => {
-                return Err(CtlError::Failed(format!("{node} was put back into use")));
-            }
-            "lost" => {
-                return Err(CtlError::Failed(format!("{node} is lost: {}", seen.reason)));
-            }
-            _ if seen.replicas.is_empty() => {
-                match format {
-                    OutputFormat::Json => writeln!(out, "{{\"node\": {node:?}, \"empty\": true}}")?,
-                    OutputFormat::Text => writeln!(out, "{} is empty", plain(node))?,
-                }
-                return Ok(());
-            }
-            // Nobody is there to say that it is empty, and nothing else is left to do here.
-            "unreachable" if seen.leaving.len() == seen.replicas.len() => {
-                return Err(CtlError::Failed(left_behind(&seen)));
-            }
-            _ => {}
+    let mut tell = |what: String| {
+        if what != told {
+            eprintln!("{what}");
+            told = what;
         }
-        if seen.reason != told {
-            eprintln!("{}", plain(&seen.reason));
-            told = seen.reason;
+    };
+    // The server was away since the node was last seen: it may have to hear of the node again.
+    let mut was_away = false;
+    while started.elapsed() < DRAIN_WAIT_MAX {
+        match seen(admin, node).await {
+            Ok(Some(seen)) => {
+                was_away = false;
+                if is_empty(&seen)? {
+                    match format {
+                        OutputFormat::Json => {
+                            writeln!(out, "{{\"node\": {node:?}, \"empty\": true}}")?;
+                        }
+                        OutputFormat::Text => writeln!(out, "{} is empty", plain(node))?,
+                    }
+                    return Ok(());
+                }
+                tell(plain(&seen.reason));
+            }
+            Ok(None) if was_away => tell(format!("{node} has not connected to the server yet")),
+            Ok(None) => return Err(CtlError::Failed(format!("{node} is no longer known"))),
+            Err(CtlError::Client(error)) if error.may_pass() => {
+                was_away = true;
+                tell(format!("{error}\nIt is asked again until it answers."));
+            }
+            Err(error) => return Err(error),
         }
         tokio::time::sleep(DRAIN_POLL).await;
     }
     Err(CtlError::Failed(format!(
         "{node} is not empty after a day; the drain goes on"
     )))
+}
+
+/// The node, if the server knows it.
+async fn seen(admin: &Admin, node: &str) -> Result<Option<Node>, CtlError> {
+    let answer = got(admin.get("/v1/nodes").await)?;
+    let nodes = answer.get("nodes").cloned().unwrap_or_default();
+    let nodes: Vec<Node> = parsed(nodes)?;
+    Ok(nodes.into_iter().find(|seen| seen.id == node))
+}
+
+/// Whether a node that drains is done; an error where it never will be.
+fn is_empty(seen: &Node) -> Result<bool, CtlError> {
+    let node = &seen.id;
+    match &*seen.state {
+        "ready" => Err(CtlError::Failed(format!("{node} was put back into use"))),
+        "lost" => Err(CtlError::Failed(format!("{node} is lost: {}", seen.reason))),
+        _ if seen.replicas.is_empty() => Ok(true),
+        // Nobody is there to say that it is empty, and nothing else is left to do here.
+        "unreachable" if seen.leaving.len() == seen.replicas.len() => {
+            Err(CtlError::Failed(left_behind(seen)))
+        }
+        _ => Ok(false),
+    }
 }
 
 fn left_behind(absent: &Node) -> String {

@@ -5,6 +5,9 @@ use std::sync::Arc;
 use llmgw_proto::enrolment::EnrolmentRequest;
 use llmgw_proto::identity::EnrolmentToken;
 use llmgw_proto::shard::LogLine;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
 
 use super::{Node, left_behind};
 use crate::admin::fleet::FleetAdmin;
@@ -118,6 +121,63 @@ async fn a_forced_drain_of_an_absent_node_returns_once_its_replicas_are_given_up
     };
     let said = "a is out of use, but unreachable (reset): its replica gets no more requests, and stops when it is back";
     assert_eq!(left_behind(&one), said);
+}
+
+/// Answers one connection after the other; none: it is closed without a word.
+async fn answers(listener: TcpListener, answers: Vec<Option<Value>>) {
+    for answer in answers {
+        let (mut socket, _) = listener.accept().await.expect("ctl comes");
+        let Some(answer) = answer else { continue };
+        let mut request = Vec::new();
+        while !request.ends_with(b"\r\n\r\n") {
+            let read = socket.read_buf(&mut request).await.expect("it asks");
+            assert!(read > 0, "it asks before it goes");
+        }
+        let body = answer.to_string();
+        let head = format!(
+            "HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n",
+            body.len()
+        );
+        let whole = head + &body;
+        socket
+            .write_all(whole.as_bytes())
+            .await
+            .expect("it listens");
+    }
+}
+
+#[tokio::test]
+async fn a_drain_outlives_a_server_that_restarts_and_does_not_know_the_node_at_first() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("it has one").to_string();
+    let node = |replicas: &[&str]| {
+        let node = json!({"id": "a", "state": "draining", "replicas": replicas});
+        Some(json!({"nodes": [node]}))
+    };
+    let told = vec![
+        Some(json!({"message": "a is taken out of use"})),
+        node(&["m/0"]),
+        None,
+        Some(json!({"nodes": []})),
+        node(&["m/0"]),
+        node(&[]),
+    ];
+    let words = ["--admin", &address, "drain", "a"];
+    let (drained, ()) = tokio::join!(ctl(&words), answers(listener, told));
+    assert_eq!(drained, (0, "a is empty\n".to_owned()));
+}
+
+#[tokio::test]
+async fn a_drain_of_a_node_that_the_server_forgets_fails() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("it has one").to_string();
+    let told = vec![
+        Some(json!({"message": "a is taken out of use"})),
+        Some(json!({"nodes": []})),
+    ];
+    let words = ["--admin", &address, "drain", "a"];
+    let (drained, ()) = tokio::join!(ctl(&words), answers(listener, told));
+    assert_eq!(drained, (1, String::new()));
 }
 
 #[tokio::test]
