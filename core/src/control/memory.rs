@@ -83,8 +83,10 @@ pub struct Failures {
     pub row: u32,
     /// Taken ports in a row.
     pub port_refusals: u32,
-    /// Nothing of the model is placed before.
+    /// Until then as many replicas as failed are not placed again.
     pub not_before_ms: u64,
+    /// So many failed since the last wait was over.
+    pub waiting: u32,
 }
 
 /// What failed, where, and what it said last.
@@ -98,6 +100,16 @@ pub struct Failure {
     pub at_ms: u64,
     pub reason: String,
     pub lines: Vec<LogLine>,
+}
+
+impl Failures {
+    /// Replicas that are not placed again yet. Those that are missing for another reason are.
+    pub fn held_back(&self, now_ms: u64) -> u32 {
+        match self.not_before_ms > now_ms {
+            true => self.waiting,
+            false => 0,
+        }
+    }
 }
 
 impl Memory {
@@ -203,6 +215,7 @@ impl Memory {
         if !is_port || failures.port_refusals > PORT_REFUSALS_MAX {
             let doublings = failures.row.min(16);
             let wait_ms = (BACKOFF_FIRST_MS << doublings).min(BACKOFF_MAX_MS);
+            failures.waiting = failures.held_back(now_ms) + 1;
             failures.not_before_ms = now_ms + wait_ms;
             failures.row += 1;
         }

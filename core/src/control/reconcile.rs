@@ -7,7 +7,7 @@
 //! 4. A replica that is outdated, or on a node that drains, leaves once another one is ready in its stead: one a model at a time, and
 //!    never the last ready one for a replacement that has no place.
 //! 5. Surplus leaves: first those that are not ready, then those of unreachable nodes, then the newest.
-//! 6. What is missing is placed, unless the model failed lately.
+//! 6. What is missing is placed, but for as many as failed lately: those wait.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -283,17 +283,13 @@ fn placements(
     observed: &Observed,
     memory: &Memory,
 ) -> Vec<Action> {
-    let waits = memory
-        .failures(model)
-        .is_some_and(|failures| failures.not_before_ms > observed.now_ms);
-    if missing == 0 || waits {
-        return Vec::new();
-    }
+    let failures = memory.failures(model);
+    let held_back = failures.map_or(0, |failures| failures.held_back(observed.now_ms));
     let taken: BTreeSet<u32> = numbers_taken(observed, memory, model);
     let avoid = memory.avoid(model);
     (0..)
         .filter(|number| !taken.contains(number))
-        .take(missing)
+        .take(missing.saturating_sub(held_back as usize))
         .map(|number| {
             Action::Place(Place {
                 model: model.to_owned(),

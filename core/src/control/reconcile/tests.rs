@@ -180,6 +180,28 @@ fn a_failure_is_cleared_waits_and_goes_elsewhere_first() {
 }
 
 #[test]
+fn the_wait_after_a_failure_holds_back_as_many_as_failed_and_no_others() {
+    let mut case = Case::new();
+    let nodes = || Nodes::new(&["a", "b"]).with("b", "m/2", Ready);
+    // One fails; two more were on a node that is lost now.
+    let failed = nodes().with("a", "m/0", Failed);
+    assert_eq!(
+        case.say(&wanted(4), &failed),
+        ["clear m/0/0 on a", "+1 not a", "+3 not a"]
+    );
+    let placed = || nodes().with("b", "m/1", Ready).with("b", "m/3", Loading);
+    assert_eq!(case.say(&wanted(4), &placed()), Vec::<String>::new());
+    let again = placed().with("a", "m/4", Failed).later(1);
+    assert_eq!(
+        case.say(&wanted(5), &again),
+        ["clear m/4/0 on a"],
+        "now two"
+    );
+    let due = placed().later(4 * BACKOFF_FIRST_MS);
+    assert_eq!(case.say(&wanted(5), &due), ["+0 not a", "+4 not a"]);
+}
+
+#[test]
 fn one_that_stops_by_itself_is_not_replaced_before_its_failure_is_known() {
     let stopping = Nodes::new(&["a"]).with("a", "m/0", Stopping);
     check("it is about to fail", 1, &stopping, &[]);
