@@ -40,7 +40,7 @@ fn three_replicas_spread_over_two_nodes_serve_and_their_snapshot_replays_to_the_
         assert!(replicas.contains(id), "{replicas}");
     }
     let text = fleet.shown(&["explain", "fake"]);
-    assert!(text.contains("all replicas run (3)"), "{text}");
+    assert!(text.contains("3 of 3 replicas started, 3 ready"), "{text}");
     for replica in fleet.replicas() {
         let line = format!("replica  {} is ready on {}", replica.id, replica.node);
         assert!(text.contains(&line), "{line}: {text}");

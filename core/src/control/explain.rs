@@ -22,6 +22,8 @@ pub struct Explanation {
     pub wanted: u32,
     /// Replicas that run or are about to.
     pub running: usize,
+    /// Those of them that are ready.
+    pub ready: usize,
     /// There is a place for one more.
     pub placed: bool,
     /// Profiles that were tried, in order; where there is a place, the last one has it.
@@ -55,6 +57,7 @@ pub fn explain(
         model: job.model.clone(),
         wanted: job.replicas,
         running: snapshot.running(&job.model),
+        ready: snapshot.ready(&job.model),
         placed: decision.placed(),
         profiles,
         fits_if,

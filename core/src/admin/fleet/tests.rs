@@ -153,7 +153,7 @@ async fn orders_are_carried_out() {
     let said = order(Some(&admin), FleetOrder::Drain, query("node=a&force")).await;
     assert_eq!(
         said.expect("it is there"),
-        "a is taken out of use, 1 replicas leave it"
+        "a is taken out of use, 1 replica leaves it"
     );
     fleet.pass(1);
     assert_eq!(fleet.running(), Vec::<String>::new());

@@ -137,6 +137,7 @@ impl Controller {
             None => "; it is not connected, and hears of it when it is",
         };
         Ok(match draining {
+            true if count == 1 => format!("{id} is taken out of use, 1 replica leaves it{later}"),
             true => format!("{id} is taken out of use, {count} replicas leave it{later}"),
             false => format!("{id} is put back into use{later}"),
         })
@@ -290,6 +291,7 @@ pub(super) fn drain_reason(replicas: &[&Replica], state: &State) -> String {
             "waits for a replacement of {}: {} (`--timeout` and `--force` do not wait)",
             replica.spec.replica, unplaced.reason
         ),
+        None if replicas.len() == 1 => "waits for 1 replica".to_owned(),
         None => format!("waits for {} replicas", replicas.len()),
     }
 }

@@ -261,13 +261,13 @@ fn a_drained_node_is_left_and_used_again_when_it_is_put_back() {
         .controller
         .drain("a", None, false)
         .expect("there is one");
-    assert_eq!(said, "a is taken out of use, 1 replicas leave it");
+    assert_eq!(said, "a is taken out of use, 1 replica leaves it");
     fleet.pass(1);
     assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: loading"]);
     let nodes = fleet.controller.nodes();
     assert_eq!(
         (nodes[0].state, &*nodes[0].reason),
-        ("draining", "waits for 1 replicas")
+        ("draining", "waits for 1 replica")
     );
     fleet.ready("m/1");
     fleet.pass(3);

@@ -17,8 +17,8 @@ pub(super) fn write(answer: &Explanation, f: &mut Formatter<'_>) -> Result {
     match missing {
         0 => writeln!(
             f,
-            "{}  all replicas run ({}), asked about one more",
-            answer.model, answer.running
+            "{}  {} of {} replica{plural} started, {} ready, asked about one more",
+            answer.model, answer.running, answer.wanted, answer.ready
         )?,
         _ => writeln!(
             f,

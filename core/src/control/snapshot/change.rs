@@ -1,6 +1,6 @@
 //! Changes of a fleet that keep it whole: what a replica held is free again when it leaves.
 
-use super::{Node, Snapshot};
+use super::{Node, Replica, ShardState, Snapshot};
 
 impl Snapshot {
     /// Takes a replica away; false where there is none.
@@ -43,6 +43,16 @@ impl Snapshot {
         self.replicas
             .values()
             .filter(|replica| replica.model == model && replica.state.stays())
+            .count()
+    }
+
+    /// Replicas of a model that are ready.
+    pub fn ready(&self, model: &str) -> usize {
+        let replicas = self.replicas.values();
+        let is_ready = |replica: &&Replica| replica.state == ShardState::Ready;
+        replicas
+            .filter(|replica| replica.model == model)
+            .filter(is_ready)
             .count()
     }
 
