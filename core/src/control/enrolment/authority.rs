@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 
 use llmgw_proto::enrolment::AUTHORITY_MAX_BYTES;
-use llmgw_proto::identity::{Fingerprint, Moment, RequestedKey};
+use llmgw_proto::identity::{Moment, RequestedKey};
 use sha2::{Digest, Sha256};
 
 use super::book::KeyDigest;
-use super::{Signed, Signing};
+use super::{Certified, Signing, Trusted};
 use crate::authority::{Authority, AuthorityProblem, Made};
 use crate::config::Agents;
 
@@ -42,9 +42,18 @@ impl AuthorityFiles {
 }
 
 impl Signing for AuthorityFiles {
-    fn authority(&self) -> Result<Fingerprint, String> {
+    fn authority(&self) -> Result<Trusted, String> {
         let authority = self.load().map_err(|problem| problem.to_string())?;
-        Ok(authority.certificate.fingerprint)
+        if authority.trusted.len() > AUTHORITY_MAX_BYTES {
+            return Err(format!(
+                "{}: it has more than {AUTHORITY_MAX_BYTES} bytes, which is more than an agent takes",
+                self.certificate.display()
+            ));
+        }
+        Ok(Trusted {
+            fingerprint: authority.certificate.fingerprint,
+            pem: authority.trusted,
+        })
     }
 
     fn requested_key(&self, request: &str) -> Result<KeyDigest, String> {
@@ -52,22 +61,12 @@ impl Signing for AuthorityFiles {
         Ok(KeyDigest(Sha256::digest(key.der()).into()))
     }
 
-    fn sign(&self, node: &str, request: &str) -> Result<Signed, String> {
+    fn sign(&self, node: &str, request: &str) -> Result<Certified, String> {
         let key = RequestedKey::from_pem(request).map_err(|why| why.to_string())?;
-        let sign = || -> Result<(Authority, Made), AuthorityProblem> {
-            let authority = self.load()?;
-            let made = authority.sign(node, &key, Moment::now())?;
-            Ok((authority, made))
-        };
-        let (authority, made) = sign().map_err(|problem| problem.to_string())?;
-        if authority.trusted.len() > AUTHORITY_MAX_BYTES {
-            return Err(format!(
-                "{}: it has more than {AUTHORITY_MAX_BYTES} bytes, which is more than an agent takes",
-                self.certificate.display()
-            ));
-        }
-        Ok(Signed {
-            authority: authority.trusted,
+        let sign =
+            || -> Result<Made, AuthorityProblem> { self.load()?.sign(node, &key, Moment::now()) };
+        let made = sign().map_err(|problem| problem.to_string())?;
+        Ok(Certified {
             certificate: made.pem,
             serial: made.certificate.serial.to_string(),
             not_after: made.certificate.not_after.to_string(),

@@ -1,7 +1,8 @@
 //! The tokens that were handed out, and what became of each: a pure table of (token, key, now) → verdict.
 //!
 //! It knows hashes only. A node has one token at a time, the last that was made for it. One that was used stays until it is forgotten, with
-//! the key that used it: whoever has that key may have its certificate again, since the answer may have been lost.
+//! the key that used it and the certificate that it became: whoever has that key gets that certificate again, since the answer may have been lost,
+//! and never a second one, so that to revoke a certificate is to be done with its token too.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,6 +12,7 @@ use llmgw_proto::enrolment::EnrolmentRefusalCode;
 use llmgw_proto::identity::token::{EnrolmentToken, SecretHash};
 use subtle::ConstantTimeEq;
 
+use super::Certified;
 use crate::config::UtcTime;
 
 /// Tokens at a time, expired ones included.
@@ -27,8 +29,14 @@ pub struct KeyDigest(pub [u8; 32]);
 pub struct Token {
     pub secret: SecretHash,
     pub expires: UtcTime,
-    /// The key that got a certificate for it.
-    pub used_by: Option<KeyDigest>,
+    pub used: Option<Used>,
+}
+
+/// What became of a token.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Used {
+    pub by: KeyDigest,
+    pub certified: Certified,
 }
 
 /// All of them, by the node that each is for.
@@ -36,20 +44,34 @@ pub struct Token {
 pub struct Book(BTreeMap<String, Token>);
 
 /// What a token allows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Allowed {
     First,
-    /// The same key had its certificate already.
-    Again,
+    /// The same key had its certificate already: this one.
+    Again(Certified),
 }
 
 /// Why a token allows nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NotAllowed {
-    OtherNode { node: String, claimed: String },
-    Unknown { node: String },
-    Expired { node: String, at: UtcTime },
-    Used { node: String },
+    OtherNode {
+        node: String,
+        claimed: String,
+    },
+    Unknown {
+        node: String,
+    },
+    Expired {
+        node: String,
+        at: UtcTime,
+    },
+    Used {
+        node: String,
+    },
+    /// Another authority signs now than the one that the token is from.
+    OtherAuthority {
+        node: String,
+    },
 }
 
 /// There is no room for another token.
@@ -80,7 +102,7 @@ impl Book {
         let token = Token {
             secret,
             expires,
-            used_by: None,
+            used: None,
         };
         self.0.insert(node.to_owned(), token);
         Ok(())
@@ -124,19 +146,19 @@ impl Book {
         key: KeyDigest,
         now: UtcTime,
     ) -> Result<Allowed, NotAllowed> {
-        match self.find(token, claimed, now)?.used_by {
+        match &self.find(token, claimed, now)?.used {
             None => Ok(Allowed::First),
-            Some(used_by) if used_by == key => Ok(Allowed::Again),
+            Some(used) if used.by == key => Ok(Allowed::Again(used.certified.clone())),
             Some(_) => Err(NotAllowed::Used {
                 node: token.node().to_owned(),
             }),
         }
     }
 
-    /// From now on the node's token is for this key alone.
-    pub fn use_up(&mut self, node: &str, key: KeyDigest) {
+    /// From now on the node's token is for this key and this certificate alone.
+    pub fn use_up(&mut self, node: &str, by: KeyDigest, certified: Certified) {
         if let Some(token) = self.0.get_mut(node) {
-            token.used_by = Some(key);
+            token.used = Some(Used { by, certified });
         }
     }
 
@@ -155,7 +177,9 @@ impl NotAllowed {
     pub fn code(&self) -> EnrolmentRefusalCode {
         match self {
             NotAllowed::OtherNode { .. } => EnrolmentRefusalCode::OtherNode,
-            NotAllowed::Unknown { .. } => EnrolmentRefusalCode::UnknownToken,
+            NotAllowed::Unknown { .. } | NotAllowed::OtherAuthority { .. } => {
+                EnrolmentRefusalCode::UnknownToken
+            }
             NotAllowed::Expired { .. } => EnrolmentRefusalCode::Expired,
             NotAllowed::Used { .. } => EnrolmentRefusalCode::Used,
         }
@@ -186,6 +210,13 @@ impl fmt::Display for NotAllowed {
                 )?;
                 node
             }
+            NotAllowed::OtherAuthority { node } => {
+                write!(
+                    f,
+                    "the token of node `{node}` is from another authority than the one that signs now"
+                )?;
+                node
+            }
         };
         write!(f, "; make one with `llmgw ctl cert token --node {node}`")
     }
@@ -206,6 +237,14 @@ mod tests {
 
     fn key(number: u8) -> KeyDigest {
         KeyDigest([number; 32])
+    }
+
+    fn certified(serial: &str) -> Certified {
+        Certified {
+            certificate: format!("certificate {serial}"),
+            serial: serial.to_owned(),
+            not_after: String::new(),
+        }
     }
 
     fn book(tokens: &[&EnrolmentToken]) -> Book {
@@ -231,8 +270,9 @@ mod tests {
             Ok(Allowed::First),
             "to check is not to use"
         );
-        book.use_up("n1", key(1));
-        assert_eq!(book.check(&one, "n1", key(1), NOW), Ok(Allowed::Again));
+        book.use_up("n1", key(1), certified("a"));
+        let again = Ok(Allowed::Again(certified("a")));
+        assert_eq!(book.check(&one, "n1", key(1), NOW), again);
         let refused = book.check(&one, "n1", key(2), NOW).unwrap_err();
         assert_eq!(refused.code().as_str(), "used_token");
         assert_eq!(
@@ -262,9 +302,10 @@ mod tests {
     fn a_token_ends_with_its_second_and_says_so_even_where_it_was_used() {
         let one = token("n1", 1);
         let mut book = book(&[&one]);
-        book.use_up("n1", key(1));
+        book.use_up("n1", key(1), certified("a"));
         let last = UtcTime(HOUR.0 - 1);
-        assert_eq!(book.check(&one, "n1", key(1), last), Ok(Allowed::Again));
+        let again = Ok(Allowed::Again(certified("a")));
+        assert_eq!(book.check(&one, "n1", key(1), last), again);
         let refused = book.check(&one, "n1", key(1), HOUR).unwrap_err();
         assert_eq!(refused.code().as_str(), "expired_token");
         let said = refused.to_string();
@@ -276,7 +317,7 @@ mod tests {
         let (old, new) = (token("n1", 1), token("n1", 2));
         let mut book = book(&[&old, &new]);
         assert_eq!(code(book.check(&old, "n1", key(1), NOW)), "unknown_token");
-        book.use_up("n1", key(1));
+        book.use_up("n1", key(1), certified("a"));
         book.add("n1", new.secret_hash(), HOUR, NOW).unwrap();
         assert_eq!(
             book.check(&new, "n1", key(2), NOW),

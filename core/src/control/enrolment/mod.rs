@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! issue    ctl cert token   a secret is drawn, its hash goes into the book, the token is printed once
-//! enrol    an agent asks    the token is looked up, its key is put on record, and only then a certificate leaves
+//! enrol    an agent asks    the token is looked up, a certificate is made and put on record with its key, and only then it leaves
 //! ```
 //!
-//! What is on record survives a `kill -9` between two steps: the token then works again for the key that it was used with, and for no other.
+//! What is on record survives a `kill -9` between two steps: the token then gives the same certificate to the key that it was used with, and
+//! nothing to any other. One token makes one certificate: when that is revoked, the token is worth nothing either.
 
 mod authority;
 pub mod book;
@@ -34,24 +35,38 @@ const LIFETIME_MAX: Duration = Duration::from_secs(7 * 24 * 3_600);
 
 /// What the authority's key is asked for. The errors are for a person.
 pub trait Signing: Send + Sync + 'static {
-    fn authority(&self) -> Result<Fingerprint, String>;
+    fn authority(&self) -> Result<Trusted, String>;
 
     /// The key that a signing request is for, where it proves that the sender has it.
     fn requested_key(&self, request: &str) -> Result<KeyDigest, String>;
 
     /// A certificate for that key, with this node's id as its name. Nothing else of the request is taken.
-    fn sign(&self, node: &str, request: &str) -> Result<Signed, String>;
+    fn sign(&self, node: &str, request: &str) -> Result<Certified, String>;
+}
+
+/// The authority that signs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trusted {
+    pub fingerprint: Fingerprint,
+    /// PEM: this one, and those that are trusted beside it.
+    pub pem: String,
+}
+
+/// A certificate that was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Certified {
+    /// PEM.
+    pub certificate: String,
+    pub serial: String,
+    pub not_after: String,
 }
 
 /// What a node gets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signed {
-    /// PEM.
-    pub certificate: String,
+    pub certified: Certified,
     /// PEM: the one that issued it, and those that are trusted beside it.
     pub authority: String,
-    pub serial: String,
-    pub not_after: String,
 }
 
 /// A new token.
@@ -129,6 +144,7 @@ impl Enrolment {
             return Err(IssueError::Lifetime(lifetime));
         }
         let authority = signing.authority().map_err(IssueError::Authority)?;
+        let authority = authority.fingerprint;
         let secret = random::bytes().ok_or(IssueError::NoRandom)?;
         let token = EnrolmentToken::new(node, secret, authority)
             .map_err(|_| IssueError::Node(node.to_owned()))?;
@@ -161,38 +177,35 @@ impl Enrolment {
         let key = signing
             .requested_key(&request.signing_request)
             .map_err(|why| refusal(EnrolmentRefusalCode::Unreadable, why))?;
-        self.use_up(token, claimed, key, now)?;
-        signing
-            .sign(token.node(), &request.signing_request)
-            .map_err(|why| {
-                tracing::error!("no certificate for node `{}`: {why}", token.node());
-                failed()
-            })
-    }
-
-    /// Puts on record that the token is for this key alone.
-    fn use_up(
-        &self,
-        token: &EnrolmentToken,
-        claimed: &str,
-        key: KeyDigest,
-        now: UtcTime,
-    ) -> Result<(), EnrolmentRefusal> {
+        let no = |why: &dyn fmt::Display| {
+            tracing::error!("no certificate for node `{}`: {why}", token.node());
+            failed()
+        };
+        let trusted = signing.authority().map_err(|why| no(&why))?;
+        // What the agent pins: it takes nothing from another one.
+        if trusted.fingerprint != token.authority() {
+            let node = token.node().to_owned();
+            return Err(refused(&NotAllowed::OtherAuthority { node }));
+        }
+        // Held while it is signed: of two questions at once the second one gets what the first one made.
         let mut book = self.lock();
         let allowed = book.check(token, claimed, key, now);
-        match allowed.map_err(|why| refused(&why))? {
-            Allowed::Again => Ok(()),
+        let certified = match allowed.map_err(|why| refused(&why))? {
+            Allowed::Again(certified) => certified,
             Allowed::First => {
+                let made = signing.sign(token.node(), &request.signing_request);
+                let certified = made.map_err(|why| no(&why))?;
                 let mut changed = book.clone();
-                changed.use_up(token.node(), key);
-                self.store.save(&changed).map_err(|error| {
-                    tracing::error!("no certificate for node `{}`: {error}", token.node());
-                    failed()
-                })?;
+                changed.use_up(token.node(), key, certified.clone());
+                self.store.save(&changed).map_err(|error| no(&error))?;
                 *book = changed;
-                Ok(())
+                certified
             }
-        }
+        };
+        Ok(Signed {
+            certified,
+            authority: trusted.pem,
+        })
     }
 
     fn signing(&self) -> Option<Arc<dyn Signing>> {

@@ -13,15 +13,16 @@ use llmgw_proto::regular;
 use llmgw_proto::session::is_node_id;
 use serde::{Deserialize, Serialize};
 
-use super::book::{Book, KeyDigest, TOKENS_MAX, Token};
+use super::Certified;
+use super::book::{Book, KeyDigest, TOKENS_MAX, Token, Used};
 use crate::config::UtcTime;
 
 const FILE: &str = "enrolment.json";
 /// Where a file lies that could not be read.
 const SET_ASIDE: &str = "enrolment.json.unreadable";
 const VERSION: u32 = 1;
-/// Of [`TOKENS_MAX`] tokens each takes less than a kilobyte.
-const FILE_MAX_BYTES: u64 = (TOKENS_MAX as u64) << 10;
+/// Of [`TOKENS_MAX`] tokens each takes less than this, its certificate included.
+const FILE_MAX_BYTES: u64 = (TOKENS_MAX as u64) << 13;
 const HASH: &str = "sha256:";
 
 /// The file of one state directory.
@@ -45,7 +46,18 @@ struct Row {
     secret: String,
     expires: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    used_by: Option<String>,
+    used: Option<UsedRow>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct UsedRow {
+    /// Of the public key.
+    by: String,
+    serial: String,
+    not_after: String,
+    /// PEM. It is no secret.
+    certificate: String,
 }
 
 impl Store {
@@ -105,7 +117,7 @@ impl Stored {
             node: node.to_owned(),
             secret: format!("{HASH}{}", hex(&token.secret.0)),
             expires: token.expires.to_string(),
-            used_by: token.used_by.map(|key| format!("{HASH}{}", hex(&key.0))),
+            used: token.used.as_ref().map(UsedRow::of),
         };
         Stored {
             version: VERSION,
@@ -145,14 +157,41 @@ fn parse(text: &[u8]) -> Result<Book, String> {
 
 impl Row {
     fn token(&self) -> Option<Token> {
-        let used_by = match &self.used_by {
-            Some(text) => Some(KeyDigest(digest(text)?)),
+        let used = match &self.used {
+            Some(row) => Some(row.used()?),
             None => None,
         };
         Some(Token {
             secret: SecretHash(digest(&self.secret)?),
             expires: self.expires.parse::<UtcTime>().ok()?,
-            used_by,
+            used,
+        })
+    }
+}
+
+impl UsedRow {
+    fn of(used: &Used) -> UsedRow {
+        let Certified {
+            certificate,
+            serial,
+            not_after,
+        } = used.certified.clone();
+        UsedRow {
+            by: format!("{HASH}{}", hex(&used.by.0)),
+            serial,
+            not_after,
+            certificate,
+        }
+    }
+
+    fn used(&self) -> Option<Used> {
+        Some(Used {
+            by: KeyDigest(digest(&self.by)?),
+            certified: Certified {
+                certificate: self.certificate.clone(),
+                serial: self.serial.clone(),
+                not_after: self.not_after.clone(),
+            },
         })
     }
 }

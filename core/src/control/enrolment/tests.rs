@@ -38,11 +38,17 @@ impl Drop for State {
 pub(crate) struct Fake {
     fails: AtomicBool,
     signed: AtomicU32,
+    /// How often the authority was replaced by another one.
+    replaced: AtomicU32,
 }
 
 impl Signing for Fake {
-    fn authority(&self) -> Result<Fingerprint, String> {
-        Ok(Fingerprint([9; 32]))
+    fn authority(&self) -> Result<Trusted, String> {
+        let number = self.replaced.load(Ordering::Relaxed);
+        Ok(Trusted {
+            fingerprint: Fingerprint([9 + number as u8; 32]),
+            pem: "authority".to_owned(),
+        })
     }
 
     fn requested_key(&self, request: &str) -> Result<KeyDigest, String> {
@@ -50,14 +56,13 @@ impl Signing for Fake {
         Ok(KeyDigest([key.ok_or("there is nothing in it")?; 32]))
     }
 
-    fn sign(&self, node: &str, request: &str) -> Result<Signed, String> {
+    fn sign(&self, node: &str, request: &str) -> Result<Certified, String> {
         if self.fails.load(Ordering::Relaxed) {
             return Err("its key is gone".to_owned());
         }
         let serial = self.signed.fetch_add(1, Ordering::Relaxed).to_string();
-        Ok(Signed {
+        Ok(Certified {
             certificate: format!("{node} {request}"),
-            authority: "authority".to_owned(),
             serial,
             not_after: String::new(),
         })
@@ -87,16 +92,17 @@ fn a_token_becomes_a_certificate_for_one_key_also_after_a_restart() {
     assert_eq!(issued.token.authority(), Fingerprint([9; 32]));
     let server = state.server(&fake);
     let signed = server.enrol(&asks(&issued, "a"), NOW).unwrap();
-    assert_eq!(signed.certificate, "gpu-01 a");
+    assert_eq!(signed.certified.certificate, "gpu-01 a");
+    assert_eq!(signed.certified.serial, "0");
     // The answer was lost, and the server killed.
     let server = state.server(&fake);
-    let signed = server.enrol(&asks(&issued, "a"), NOW).unwrap();
-    assert_eq!(signed.serial, "1");
+    let again = server.enrol(&asks(&issued, "a"), NOW).unwrap();
+    assert_eq!(again, signed, "not a second certificate");
     assert_eq!(code(server.enrol(&asks(&issued, "b"), NOW)), "used_token");
     let later = UtcTime(NOW.0 + 3_600);
     let refused = server.enrol(&asks(&issued, "a"), later);
     assert_eq!(code(refused), "expired_token");
-    assert_eq!(fake.signed.load(Ordering::Relaxed), 2);
+    assert_eq!(fake.signed.load(Ordering::Relaxed), 1);
 }
 
 #[test]
@@ -136,7 +142,7 @@ fn a_node_that_claims_another_id_than_its_tokens_is_refused() {
 }
 
 #[test]
-fn an_authority_that_fails_leaves_the_token_to_the_key_that_asked() {
+fn an_authority_that_fails_uses_nothing_up() {
     let (state, fake) = (State::new(), Arc::new(Fake::default()));
     let server = state.server(&fake);
     let issued = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap();
@@ -146,8 +152,28 @@ fn an_authority_that_fails_leaves_the_token_to_the_key_that_asked() {
     assert!(refusal.code.passes());
     assert!(!refusal.message.contains("gone"), "{refusal}");
     fake.fails.store(false, Ordering::Relaxed);
-    assert_eq!(code(server.enrol(&asks(&issued, "b"), NOW)), "used_token");
     assert!(server.enrol(&asks(&issued, "a"), NOW).is_ok());
+}
+
+#[test]
+fn a_token_of_an_authority_that_was_replaced_is_refused_also_for_the_key_that_used_it() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let used = server.issue("n1", LIFETIME_DEFAULT, NOW).unwrap();
+    let unused = server.issue("n2", LIFETIME_DEFAULT, NOW).unwrap();
+    assert!(server.enrol(&asks(&used, "a"), NOW).is_ok());
+    fake.replaced.store(1, Ordering::Relaxed);
+    for (issued, node) in [(&used, "n1"), (&unused, "n2")] {
+        let refusal = server.enrol(&asks(issued, "a"), NOW).unwrap_err();
+        assert_eq!(
+            refusal.to_string(),
+            format!(
+                "unknown_token: the token of node `{node}` is from another authority than the one that signs now; \
+                 make one with `llmgw ctl cert token --node {node}`"
+            )
+        );
+    }
+    assert_eq!(fake.signed.load(Ordering::Relaxed), 1);
 }
 
 #[test]
@@ -162,7 +188,6 @@ fn a_book_that_cannot_be_written_gives_no_certificate_and_no_token() {
     fs::create_dir(&file).unwrap();
     let refused = server.enrol(&asks(&issued, "a"), NOW);
     assert_eq!(code(refused), "enrolment_failed");
-    assert_eq!(fake.signed.load(Ordering::Relaxed), 0);
     let error = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap_err();
     assert!(matches!(error, IssueError::Store(_)), "{error}");
     fs::remove_dir(&file).unwrap();

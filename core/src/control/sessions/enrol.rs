@@ -37,11 +37,11 @@ pub(super) async fn answer(
     let signed = answered.map_err(|why| refuse(&format!(" as node `{node}`"), why))?;
     tracing::info!(
         "node `{node}` was enrolled from {address}: its certificate has serial {} and ends at {}",
-        signed.serial,
-        signed.not_after
+        signed.certified.serial,
+        signed.certified.not_after
     );
     Ok(Enrolled {
-        certificate: signed.certificate,
+        certificate: signed.certified.certificate,
         authority: signed.authority,
     })
 }

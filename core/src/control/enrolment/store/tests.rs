@@ -37,7 +37,12 @@ fn book() -> Book {
         book.add(node, token.secret_hash(), expires, UtcTime(1_796_000_000))
             .unwrap();
     }
-    book.use_up("gpu-01", KeyDigest([7; 32]));
+    let certified = Certified {
+        certificate: "a certificate\n".to_owned(),
+        serial: "4a".to_owned(),
+        not_after: "2027-12-01T00:00:00Z".to_owned(),
+    };
+    book.use_up("gpu-01", KeyDigest([7; 32]), certified);
     book
 }
 
