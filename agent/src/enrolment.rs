@@ -15,6 +15,7 @@ use std::fmt;
 use std::time::Duration;
 
 use llmgw_proto::enrolment::EnrolmentRequest;
+use llmgw_proto::identity::moment::EXPIRY_WARNED_DAYS;
 use llmgw_proto::identity::{EnrolmentToken, Moment};
 use llmgw_proto::link::KeepAlive;
 
@@ -26,9 +27,6 @@ pub use self::files::in_state;
 use crate::config::AgentTls;
 use crate::session::backoff::{Backoff, Outcome, unit};
 use crate::session::dial::ServerUrl;
-
-/// Before a certificate ends, a token is no longer ignored.
-const RENEWED_FROM_DAYS: i64 = 30;
 
 /// What is to be done before the first session.
 #[derive(Debug)]
@@ -90,7 +88,7 @@ impl Enrolling {
         }
         let have = files::look(files, node, now).map_err(NoPlan::Files)?;
         let can_wait = match have {
-            Have::Certificate { days_left } if days_left > RENEWED_FROM_DAYS => {
+            Have::Certificate { days_left } if days_left > EXPIRY_WARNED_DAYS => {
                 tracing::info!(
                     "the enrolment token is not used: node `{node}` has a certificate for {days_left} more days ({})",
                     files.cert.display()

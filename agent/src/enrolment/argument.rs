@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use llmgw_proto::identity::EnrolmentToken;
 use llmgw_proto::identity::token::{NoToken, TOKEN_MAX_BYTES};
 use llmgw_proto::regular;
+use llmgw_proto::text::word;
 
 /// A token, and the line's end that an editor puts behind it.
 const FILE_MAX_BYTES: u64 = TOKEN_MAX_BYTES as u64 + 64;
@@ -56,7 +57,7 @@ fn say_open(file: &Path) {
         tracing::warn!(
             "{}: others than its owner can read the enrolment token; run `chmod 600 {}` before you write the next one",
             file.display(),
-            file.display()
+            word(&file.display().to_string())
         );
     }
 }

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use llmgw_proto::identity::moment::DAY_SECONDS;
+use llmgw_proto::identity::moment::{DAY_SECONDS, EXPIRY_WARNED_DAYS};
 use llmgw_proto::identity::{Certificate, Moment, Serial};
+use llmgw_proto::text::word;
 use tracing::Level;
 
 use super::{Material, TlsListener, Use};
 
 /// From then on it is said that one ends.
-const WARNED_BEFORE_DAYS: i64 = 30;
 /// Nodes that are named at a time; a fleet whose certificates were made on one day ends on one day.
 const NODES_SAID_MAX: usize = 16;
 
@@ -87,7 +87,7 @@ impl Owner {
         match self {
             Owner::Shown(_, file) => format!(
                 "`llmgw ctl cert renew {} --ca DIR` makes it last longer",
-                file.display()
+                word(&file.display().to_string())
             ),
             Owner::Trusted(_) => "`llmgw ctl cert ca --out DIR` makes a new authority; \
                 keep both in the file until every certificate comes from the new one"
@@ -146,7 +146,7 @@ impl Ends {
                     "{what} expired at {not_after}, and this machine's clock says {now}: {way_out}, unless the clock is wrong"
                 ),
             )),
-            (_, days) if left <= WARNED_BEFORE_DAYS * DAY_SECONDS => {
+            (_, days) if left <= EXPIRY_WARNED_DAYS * DAY_SECONDS => {
                 let days = match days {
                     0 => "in less than a day".to_owned(),
                     1 => "in 1 day".to_owned(),

@@ -1,14 +1,11 @@
 //! Whether a certificate fits the address that shows it, judged from both alone: one sentence for each thing that was probably not meant.
 
-use std::fmt::Write as _;
 use std::net::IpAddr;
 
+use llmgw_proto::identity::problem::make_server;
 use llmgw_proto::identity::{Certificate, Host};
 
 use super::TlsListener;
-
-/// Hosts that a proposed command repeats.
-const HOSTS_REPEATED_MAX: usize = 16;
 
 pub(super) fn remarks(listener: &TlsListener, certificate: &Certificate) -> Vec<String> {
     let said = |what: String| {
@@ -25,7 +22,7 @@ fn authority(certificate: &Certificate) -> Option<String> {
         format!(
             "this is an authority's own certificate (`{}`), which many clients refuse from a server; {} makes a server's",
             certificate.name(),
-            make_server(certificate, "HOST")
+            make_server(&certificate.hosts, "HOST")
         )
     })
 }
@@ -33,7 +30,7 @@ fn authority(certificate: &Certificate) -> Option<String> {
 fn hosts(listener: &TlsListener, certificate: &Certificate) -> Option<String> {
     let address = listener.address.ip();
     let hosts = &certificate.hosts;
-    let make = |host: &str| make_server(certificate, host);
+    let make = |host: &str| make_server(&certificate.hosts, host);
     if hosts.is_empty() {
         return Some(format!(
             "the certificate is for no host at all (a subject does not count), so clients refuse it; {} makes one",
@@ -78,14 +75,4 @@ fn to_dial(address: IpAddr) -> String {
         true => "HOST".to_owned(),
         false => address.to_string(),
     }
-}
-
-/// The command that makes a server's certificate for the same hosts and one more.
-pub(super) fn make_server(certificate: &Certificate, further: &str) -> String {
-    let mut command = "`llmgw ctl cert server --ca DIR".to_owned();
-    for host in certificate.hosts.iter().take(HOSTS_REPEATED_MAX) {
-        let _ = write!(command, " --host {host}");
-    }
-    let _ = write!(command, " --host {further} --out DIR`");
-    command
 }

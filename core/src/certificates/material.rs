@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use llmgw_proto::identity::certificate::Validity;
 use llmgw_proto::identity::listening::AgentsTls;
+use llmgw_proto::identity::problem::make_server;
 use llmgw_proto::identity::verdict::NoJudge;
 use llmgw_proto::identity::{Authorities, Certificate, FileProblem, Identity, Moment};
 use rustls::crypto::aws_lc_rs;
 use rustls::sign::CertifiedKey;
 
-use super::{TlsListener, Use, fit};
+use super::{TlsListener, Use};
 
 /// A certificate with its chain and key, and the authorities that are asked for.
 #[derive(Clone)]
@@ -122,14 +123,14 @@ impl std::fmt::Display for MaterialProblem {
                 file.display(),
                 certificate.name(),
                 certificate.usages,
-                fit::make_server(certificate, "HOST")
+                make_server(&certificate.hosts, "HOST")
             ),
             MaterialProblem::Authority(file, certificate) => write!(
                 f,
                 "{}: this is the authority's own certificate (`{}`), which no agent takes from a server and whose key belongs on another machine; {} makes a server's",
                 file.display(),
                 certificate.name(),
-                fit::make_server(certificate, "HOST")
+                make_server(&certificate.hosts, "HOST")
             ),
             MaterialProblem::Agents(file, why) => {
                 write!(f, "{}: it can't be shown to agents: {why}", file.display())

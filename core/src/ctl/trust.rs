@@ -66,7 +66,7 @@ impl fmt::Display for NotTrusted {
                     f,
                     "the certificate there ({}) was issued by `{}` ({shown}), and {file} holds {}; \
                      give the ca.pem of that server's authority with --admin-ca FILE or LLMGW_ADMIN_CA",
-                    described(certificate),
+                    numbers(certificate),
                     certificate.issuer,
                     known.join(", ")
                 )
@@ -95,9 +95,13 @@ impl fmt::Display for NotTrusted {
 /// Which certificate it is, for who wants to find it.
 fn described(certificate: &Certificate) -> String {
     format!(
-        "for {}, serial {}, {}",
+        "for {}, {}",
         certificate.hosts_shown(),
-        certificate.serial,
-        certificate.fingerprint
+        numbers(certificate)
     )
+}
+
+/// All that is repeated of a certificate that nobody vouches for.
+fn numbers(certificate: &Certificate) -> String {
+    format!("serial {}, {}", certificate.serial, certificate.fingerprint)
 }

@@ -14,6 +14,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::certificate::{Certificate, NoCertificate};
 use crate::regular;
+use crate::text::word;
 
 /// Some thousand certificates: a whole system's bundle has a fifth of it.
 pub const FILE_MAX_BYTES: u64 = 1 << 20;
@@ -324,18 +325,19 @@ impl FileProblem {
 impl fmt::Display for FileProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let file = self.file.display();
+        let typed = word(&file.to_string());
         match &self.fault {
             FileFault::OpenToOthers { mode } => write!(
                 f,
-                "{file}: others than its owner get at this private key (mode {mode:04o}); run `chmod 600 {file}`"
+                "{file}: others than its owner get at this private key (mode {mode:04o}); run `chmod 600 {typed}`"
             ),
             FileFault::NoPem { is_der: true } => write!(
                 f,
-                "{file}: it is DER, not PEM; convert it: `openssl x509 -inform der -in {file} -out NEW.pem` (`openssl pkey` for a key)"
+                "{file}: it is DER, not PEM; convert it: `openssl x509 -inform der -in {typed} -out NEW.pem` (`openssl pkey` for a key)"
             ),
             FileFault::Passphrase => write!(
                 f,
-                "{file}: the key wants a passphrase, which nobody is there to type; write it without one: `openssl pkey -in {file} -out NEW.pem`"
+                "{file}: the key wants a passphrase, which nobody is there to type; write it without one: `openssl pkey -in {typed} -out NEW.pem`"
             ),
             fault => write!(f, "{file}: {fault}"),
         }

@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use rustls::AlertDescription;
 
 use super::{Certificate, Fingerprint, Host, Moment, Usages};
-use crate::text::plain;
+use crate::text::{plain, word};
 
 /// Hosts and fingerprints that one sentence lists.
 const LISTED_MAX: usize = 16;
@@ -154,7 +154,7 @@ pub fn of_server(certificate: &Certificate, problem: &CertificateProblem) -> Str
         CertificateProblem::WrongUse => format!(
             "the certificate that the server shows is for {}, not for serverAuth: {} makes a server's",
             uses(&certificate.usages),
-            make_server(&certificate.hosts, Some("HOST"))
+            make_server(&certificate.hosts, "HOST")
         ),
         CertificateProblem::UnknownAuthority { shown, known } => format!(
             "the server's certificate was issued by {}, and `tls.ca` of this agent has {}: copy the server's ca.pem to this node",
@@ -172,7 +172,7 @@ pub fn of_server(certificate: &Certificate, problem: &CertificateProblem) -> Str
             format!(
                 "`{dialled}` was dialled, and the server's certificate is for {}: {} makes one for it",
                 hosts(&certificate.hosts),
-                make_server(&certificate.hosts, Some(&dialled))
+                make_server(&certificate.hosts, &dialled)
             )
         }
         CertificateProblem::Invalid(why) => {
@@ -205,7 +205,7 @@ pub fn alerted(
         AlertDescription::BadCertificate => format!(
             "{refused}: what it dials is none of {}; {} makes one for it",
             hosts(&own.hosts),
-            make_server(&own.hosts, Some("NEW"))
+            make_server(&own.hosts, "NEW")
         ),
         AlertDescription::CertificateExpired => format!(
             "{refused} over its dates: it is valid from {} to {}, and this server's clock says {now}",
@@ -218,7 +218,7 @@ pub fn alerted(
         AlertDescription::UnsupportedCertificate => format!(
             "{refused}: it does not take it for a server's, it is for {}; {} makes a server's",
             uses(&own.usages),
-            make_server(&own.hosts, Some("HOST"))
+            make_server(&own.hosts, "HOST")
         ),
         other => format!("the agent ended the handshake: {other:?}"),
     }
@@ -241,15 +241,26 @@ fn make_agent(node: &str) -> String {
     format!("`llmgw ctl cert agent --ca DIR --node {node} --out DIR`")
 }
 
-fn make_server(present: &[Host], further: Option<&str>) -> String {
+/// The command that makes a server's certificate for the same hosts and one more. What a certificate holds and is no host is not repeated, for
+/// somebody types this into a shell; what is left out is told.
+pub fn make_server(present: &[Host], further: &str) -> String {
+    let is_host = |host: &&Host| host.to_string().parse::<Host>().as_ref() == Ok(*host);
+    let good: Vec<&Host> = present.iter().filter(is_host).take(LISTED_MAX).collect();
     let mut command = "`llmgw ctl cert server --ca DIR".to_owned();
-    for host in present.iter().take(LISTED_MAX) {
-        let _ = write!(command, " --host {host}");
+    for host in &good {
+        let _ = write!(command, " --host {}", word(&host.to_string()));
     }
-    if let Some(host) = further {
-        let _ = write!(command, " --host {host}");
+    let _ = write!(command, " --host {} --out DIR`", word(further));
+    match present.len() - good.len() {
+        0 => {}
+        others => {
+            let _ = write!(
+                command,
+                " (with `--host ..` for the other {others} as well)"
+            );
+        }
     }
-    command + " --out DIR`"
+    command
 }
 
 fn uses(usages: &Usages) -> &'static str {

@@ -201,6 +201,34 @@ struct Looked<'a> {
 impl Looked<'_> {
     /// The facts behind the verifier's error. Whatever it says, the answer is a problem: that a fact is not found makes nothing valid.
     fn problem(&self, error: &Error) -> CertificateProblem {
+        // The verifier looks at dates and uses first. Of a certificate that nobody vouches for they are only what a stranger wrote.
+        match self.is_of_ours() {
+            true => self.fault(error),
+            false => self.unknown(),
+        }
+    }
+
+    /// Whether its issuers lead to one of our authorities, whatever else is wrong.
+    fn is_of_ours(&self) -> bool {
+        let mut current = &self.chain[0];
+        for _ in 0..CHAIN_MAX {
+            if self
+                .authorities
+                .iter()
+                .any(|own| is_issued_by(current, own))
+            {
+                return true;
+            }
+            let issued = |der: &&CertificateDer<'_>| *der != current && is_issued_by(current, der);
+            match self.chain[1..].iter().find(issued) {
+                Some(issuer) => current = issuer,
+                None => return false,
+            }
+        }
+        false
+    }
+
+    fn fault(&self, error: &Error) -> CertificateProblem {
         use CertificateError as Why;
         let now = self.now;
         let Error::InvalidCertificate(why) = error else {

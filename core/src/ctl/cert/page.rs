@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use llmgw_proto::identity::Moment;
 use llmgw_proto::identity::certificate::{Certificate, Usages, Validity};
+use llmgw_proto::text::word;
 use serde_json::{Value, json};
 
 use crate::authority::{Authority, CERTIFICATE_FILE};
-use crate::ctl::table::plain;
 
 /// An answer for people and for programs.
 pub(super) struct Page {
@@ -240,12 +240,7 @@ fn usage_names(usages: Usages) -> Vec<&'static str> {
 
 /// A path as it can be typed into a shell.
 fn shown(path: &Path) -> String {
-    let text = plain(&path.display().to_string());
-    let good = |c: char| c.is_alphanumeric() || "/._-+:@%=,~".contains(c);
-    match !text.is_empty() && text.chars().all(good) {
-        true => text,
-        false => format!("'{}'", text.replace('\'', "'\\''")),
-    }
+    word(&path.display().to_string())
 }
 
 fn name(path: &Path) -> String {

@@ -105,6 +105,22 @@ async fn servers_that_are_not_to_be_talked_to_are_named_by_what_is_wrong() {
             "wrong_use",
             "is for clientAuth, not for serverAuth",
         ),
+        // What a stranger wrote into a certificate explains nothing.
+        (
+            server(&other, &expired),
+            "unknown_authority",
+            "copy the server's ca.pem to this node",
+        ),
+        (
+            server(&other, &early),
+            "unknown_authority",
+            "copy the server's ca.pem to this node",
+        ),
+        (
+            server(&other, &agents),
+            "unknown_authority",
+            "copy the server's ca.pem to this node",
+        ),
     ] {
         let (dialled, accepted) = handshake(&server, "localhost", &trust(&fleet), None).await;
         let problem = dialled.unwrap_err();

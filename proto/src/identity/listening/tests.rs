@@ -126,6 +126,33 @@ async fn an_authority_that_is_not_known_is_refused_with_both_fingerprints_althou
 }
 
 #[tokio::test]
+async fn of_a_strangers_certificate_neither_dates_nor_use_are_told_but_that_nobody_vouches_for_it()
+{
+    let fleet = Fleet::new();
+    let stranger = Authority::new("other");
+    let leaf = Leaf {
+        name: Some("gpu-01"),
+        ..Leaf::agent()
+    };
+    let over = Leaf {
+        days: -10..-1,
+        ..leaf.clone()
+    };
+    let early = Leaf {
+        days: 1..10,
+        ..leaf.clone()
+    };
+    let servers = Leaf {
+        used: Use::Server,
+        ..leaf
+    };
+    for leaf in [over, early, servers] {
+        let why = fleet.refused(&stranger.issue(&leaf)).await;
+        assert_eq!(why.kind(), "unknown_authority", "{why:?}");
+    }
+}
+
+#[tokio::test]
 async fn an_authority_that_is_sent_along_by_a_stranger_makes_nothing_known() {
     let fleet = Fleet::new();
     let stranger = Authority::new("fleet");

@@ -225,3 +225,26 @@ fn what_a_stranger_wrote_into_a_certificate_neither_breaks_a_line_nor_fills_it()
     );
     assert!(shown(&name).len() <= NAME_SHOWN_MAX_BYTES + '…'.len_utf8());
 }
+
+#[test]
+fn a_command_repeats_hosts_only_and_tells_how_many_it_left_out() {
+    let name = |text: &str| Host::Name(text.to_owned());
+    let odd = ["$(touch x)", "a;touch x", "`touch x`", "a b", "x'y", ""].map(name);
+    let mut present = vec![name("ctl.example"), name("*.ctl.example")];
+    present.extend(odd);
+    assert_eq!(
+        make_server(&present, "HOST"),
+        "`llmgw ctl cert server --ca DIR --host ctl.example --host '*.ctl.example' --host HOST --out DIR` \
+         (with `--host ..` for the other 6 as well)"
+    );
+    let many: Vec<Host> = (0..20).map(|number| name(&format!("h{number}"))).collect();
+    let said = make_server(&many, "$(touch x)");
+    assert!(
+        said.contains(" --host h15 --host '$(touch x)' --out DIR`"),
+        "{said}"
+    );
+    assert!(
+        said.ends_with(" (with `--host ..` for the other 4 as well)"),
+        "{said}"
+    );
+}
