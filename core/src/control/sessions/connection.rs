@@ -11,7 +11,8 @@ use llmgw_proto::convert::Framed;
 use llmgw_proto::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
 use llmgw_proto::link::{self, Heard, Hearing, Host};
 use llmgw_proto::session::{
-    AgentMessage, Refusal, RefusalCode, Register, ServerMessage, SessionId,
+    AgentMessage, NODE_ID_MAX_BYTES, Refusal, RefusalCode, Register, ServerMessage, SessionId,
+    is_node_id,
 };
 use llmgw_proto::wire::error::WireError;
 use tokio::net::TcpStream;
@@ -24,13 +25,12 @@ use super::door::{Gate, NotThem, Peer};
 use super::enrol;
 use super::keeper::Input;
 use super::seats::{OUTGOING_MAX, Seat, Seats};
+use super::strangers::Stranger;
 use super::tails::Tails;
 use crate::control::observed::NodeEvent;
 
 /// For the last words of a session to be read.
 const LAST_WORDS_MAX: Duration = Duration::from_millis(500);
-/// A node's id is a name in certificates and in commands.
-const NODE_ID_MAX_BYTES: usize = 64;
 /// Of somebody who can't be let in, whatever they claim: enough for a registration, which says what they claim.
 const STRANGERS_MESSAGE_MAX_BYTES: usize = 256 << 10;
 
@@ -57,15 +57,25 @@ struct Connection {
 }
 
 /// Runs a connection to its end.
-pub(super) async fn run(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
+pub(super) async fn run(
+    stream: TcpStream,
+    address: SocketAddr,
+    stranger: Stranger,
+    shared: Arc<Shared>,
+) {
     let cut = shared.cut.clone();
     tokio::select! {
-        () = serve(stream, address, shared) => {}
+        () = serve(stream, address, stranger, shared) => {}
         () = cut.cancelled() => {}
     }
 }
 
-async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
+async fn serve(
+    stream: TcpStream,
+    address: SocketAddr,
+    stranger: Stranger,
+    shared: Arc<Shared>,
+) {
     let patience = shared.options.patience;
     let gate = shared.gate.clone();
     let say = |kind: &'static str, what: fmt::Arguments<'_>| {
@@ -91,7 +101,7 @@ async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
     let ended = tokio::select! {
         ended = &mut serving => Some(ended),
         () = connection.over.cancelled() => None,
-        () = silence(&connection.accepted, patience) => {
+        () = silence(&connection.accepted, patience, stranger) => {
             return say("silent", format_args!("no agent registered within {patience:?}"));
         }
     };
@@ -104,9 +114,10 @@ async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
     }
 }
 
-/// Returns when a connection had its chance and nobody registered on it.
-async fn silence(accepted: &CancellationToken, patience: Duration) {
+/// Returns when a connection had its chance and nobody registered on it. Once somebody did, it is no stranger's.
+async fn silence(accepted: &CancellationToken, patience: Duration, stranger: Stranger) {
     if timeout(patience, accepted.cancelled()).await.is_ok() {
+        drop(stranger);
         std::future::pending::<()>().await;
     }
 }
@@ -234,8 +245,7 @@ impl Session {
             Heard::Malformed(why) | Heard::Broken(why) => return Err(malformed(why)),
             Heard::End => return Err(malformed("it ended before it registered".to_owned())),
         };
-        let is_id = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        if register.node.len() > NODE_ID_MAX_BYTES || !register.node.chars().all(is_id) {
+        if !is_node_id(&register.node) {
             let message = format!(
                 "a node id is at most {NODE_ID_MAX_BYTES} letters, digits, `.`, `_` and `-`, {:?} is none",
                 register.node

@@ -16,10 +16,14 @@ use llmgw_proto::identity::{Certificate, Serial};
 use llmgw_proto::session::{Refusal, RefusalCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use super::complaints::{Complaints, Unsaid};
 use crate::control::observed::NodeCertificate;
+
+/// Questions for a certificate that are worked on at once. Anybody can ask, and each takes a thread.
+const ENROLLING_MAX: usize = 8;
 
 /// How agents come in.
 #[derive(Clone)]
@@ -37,6 +41,7 @@ pub(super) struct Gate {
     /// Serial numbers of certificates that are worth nothing. Replaced by a reload.
     denied: RwLock<BTreeSet<Serial>>,
     complaints: Mutex<Complaints>,
+    enrolling: Arc<Semaphore>,
 }
 
 /// Who is on the other side, as far as the connection itself tells.
@@ -73,6 +78,7 @@ impl Gate {
             require_identity,
             denied: RwLock::new(denied),
             complaints: Mutex::default(),
+            enrolling: Arc::new(Semaphore::new(ENROLLING_MAX)),
         }
     }
 
@@ -164,6 +170,11 @@ impl Gate {
             .read()
             .unwrap_or_else(PoisonError::into_inner)
             .contains(serial)
+    }
+
+    /// Waits until one more question for a certificate may be worked on. `None` does not happen: nobody closes it.
+    pub(super) async fn enrolling(&self) -> Option<OwnedSemaphorePermit> {
+        self.enrolling.clone().acquire_owned().await.ok()
     }
 
     /// Whether anybody on the way can read what is said.

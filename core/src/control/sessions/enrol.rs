@@ -32,7 +32,7 @@ pub(super) async fn answer(
             "without TLS anybody on the way has read the token; set `agents.tls` on the server, and make a new token",
         )),
         None => Err(off()),
-        Some(enrolment) => sign(enrolment.clone(), request).await,
+        Some(enrolment) => sign(enrolment.clone(), request, gate).await,
     };
     let signed = answered.map_err(|why| refuse(&format!(" as node `{node}`"), why))?;
     tracing::info!(
@@ -57,12 +57,18 @@ fn readable(
     }
 }
 
-/// It writes to the disk, so it has a thread to itself.
+/// It writes to the disk, so it has a thread to itself, and some only have one at a time.
 async fn sign(
     enrolment: Arc<Enrolment>,
     request: EnrolmentRequest,
+    gate: &Gate,
 ) -> Result<Signed, EnrolmentRefusal> {
-    let signing = tokio::task::spawn_blocking(move || enrolment.enrol(&request, UtcTime::now()));
+    let turn = gate.enrolling().await;
+    let signing = tokio::task::spawn_blocking(move || {
+        // Until it is done, not until nobody waits for it any more.
+        let _turn = turn;
+        enrolment.enrol(&request, UtcTime::now())
+    });
     let died = "the answer panicked, see the server's log";
     signing
         .await

@@ -9,10 +9,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::connection::{self, Shared};
+use super::strangers::{STRANGERS_MAX, Strangers};
 use crate::control::snapshot::NODES_MAX;
 
-/// Connections at once: every node's, and room for those that come again before their old one is known to be dead.
-const CONNECTIONS_MAX: usize = NODES_MAX + 2_000;
+/// Connections at once: every node's, and on top of them those that are no node's yet, which so take no node's place.
+const CONNECTIONS_MAX: usize = NODES_MAX + STRANGERS_MAX;
 /// After an accept that failed (no file descriptors, mostly), before the next.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -23,6 +24,7 @@ pub(super) async fn accept(
     connections: TaskTracker,
 ) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let strangers = Arc::new(Strangers::default());
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -44,9 +46,18 @@ pub(super) async fn accept(
             }
             continue;
         };
+        let stranger = match strangers.admit(address.ip()) {
+            Ok(stranger) => stranger,
+            Err(full) => {
+                if let Some(unsaid) = shared.gate.may_say(address, full.kind()) {
+                    tracing::warn!("{address} was turned away: {full}{unsaid}");
+                }
+                continue;
+            }
+        };
         let shared = shared.clone();
         connections.spawn(async move {
-            connection::run(stream, address, shared).await;
+            connection::run(stream, address, stranger, shared).await;
             drop(seat);
         });
     }

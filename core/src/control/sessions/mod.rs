@@ -10,6 +10,7 @@ mod enrol;
 mod keeper;
 mod listener;
 mod seats;
+mod strangers;
 mod tails;
 
 use std::collections::BTreeSet;
