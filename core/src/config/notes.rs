@@ -92,5 +92,27 @@ pub fn warnings(config: &Config) -> Vec<String> {
             ));
         }
     }
+    said.extend(agents_warnings(config));
+    said
+}
+
+fn agents_warnings(config: &Config) -> Vec<String> {
+    let Some(agents) = &config.agents else {
+        return Vec::new();
+    };
+    let mut said = Vec::new();
+    let signs = agents.tls.as_ref().is_some_and(|tls| tls.ca_key.is_some());
+    if signs && config.admin.token.is_none() {
+        said.push(format!(
+            "`agents.tls.ca_key` is set, and `admin.token` is not: whoever reaches {}, any user of this machine too, can make a token for any node",
+            config.admin.address
+        ));
+    }
+    if !agents.deny_serials.is_empty() && !agents.require_identity {
+        said.push(
+            "`agents.deny_serials` keeps nobody out without `agents.require_identity`: who is denied shows no certificate at all"
+                .to_owned(),
+        );
+    }
     said
 }
