@@ -295,4 +295,78 @@ fn an_authoritys_key_that_cannot_be_used_is_told_by_check_and_keeps_the_server_f
     let said = String::from_utf8_lossy(&checked.stderr);
     assert!(said.contains("`agents.tls.ca_key`: "), "{said}");
     assert!(said.contains("ca-key.pem"), "{said}");
+    // A server that runs does not take it either.
+    let reloaded = site.ctl(&["reload"]);
+    assert_eq!(reloaded.status.code(), Some(1), "{reloaded:?}");
+    let said = String::from_utf8_lossy(&reloaded.stderr);
+    assert!(said.contains("`agents.tls.ca_key`: "), "{said}");
+}
+
+#[test]
+fn an_authority_that_signs_before_the_servers_certificate_is_of_it_makes_no_token() {
+    let site = Site::new(true);
+    let (ca, new, other) = (site.at("ca"), site.at("new"), site.at("other"));
+    site.cert(&["ca", "--out", &new]);
+    // Both are trusted, the new one signs, and the server still shows what the old one issued.
+    let both = [&ca, &new].map(|dir| fs::read_to_string(format!("{dir}/ca.pem")).unwrap());
+    fs::write(format!("{ca}/ca.pem"), both.concat()).unwrap();
+    fs::copy(format!("{new}/ca-key.pem"), format!("{ca}/ca-key.pem")).unwrap();
+    assert!(site.ctl(&["reload"]).status.success());
+    let refused = site.ask_token("n1", &[]);
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(said.contains("no token would work: "), "{said}");
+    let words = ["server", "--check", "--config", &site.at("llmgw.yaml")];
+    let checked = llmgw().args(words).output().unwrap();
+    assert!(checked.status.success());
+    let said = String::from_utf8_lossy(&checked.stderr);
+    assert!(
+        said.contains("warning: `agents.tls.ca_key`: no token would work: "),
+        "{said}"
+    );
+    // As it says.
+    site.cert(&[
+        "server",
+        "--ca",
+        &new,
+        "--host",
+        "127.0.0.1",
+        "--out",
+        &other,
+    ]);
+    for file in ["server.pem", "server-key.pem"] {
+        fs::copy(format!("{other}/{file}"), site.at(&format!("tls/{file}"))).unwrap();
+    }
+    assert!(site.ctl(&["reload"]).status.success());
+    site.token("n1");
+}
+
+#[test]
+fn a_certificate_that_was_revoked_takes_its_token_with_it() {
+    let mut site = Site::new(true);
+    let (file, url) = (site.token_file(&site.token("n1")), site.url());
+    site.start_agent("n1", "n1", &url, &["--enroll", &file]);
+    site.ready("n1");
+    site.kill_agents();
+    let tls = site.at("n1/tls");
+    let first = fs::read_to_string(format!("{tls}/agent.pem")).unwrap();
+    let told = site.said("server");
+    let (_, serial) = told.split_once("its certificate has serial ").unwrap();
+    let serial = serial.split(' ').next().unwrap();
+    let config = fs::read_to_string(site.at("llmgw.yaml")).unwrap();
+    let denies = config.replace(
+        "heartbeat:",
+        &format!("deny_serials: [\"{serial}\"], heartbeat:"),
+    );
+    fs::write(site.at("llmgw.yaml"), denies).unwrap();
+    assert!(site.ctl(&["reload"]).status.success());
+    // Its token is as good as it was, and its key is the same.
+    fs::remove_file(format!("{tls}/agent.pem")).unwrap();
+    let before = site.said("server").len();
+    site.start_agent("n1", "n1", &url, &["--enroll", &file]);
+    site.until("it is refused", |site| {
+        site.said("server")[before..].contains("was revoked")
+    });
+    let again = fs::read_to_string(format!("{tls}/agent.pem")).unwrap();
+    assert_eq!(again, first, "the same certificate, not a new one");
 }

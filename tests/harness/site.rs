@@ -109,6 +109,16 @@ impl Site {
             .unwrap()
     }
 
+    /// `llmgw ctl` with these words, to the server.
+    pub fn ctl(&self, words: &[&str]) -> Output {
+        let admin = format!("http://{}", self.addresses[1]);
+        llmgw()
+            .args(["ctl", "--admin", &admin])
+            .args(words)
+            .output()
+            .unwrap()
+    }
+
     pub fn token(&self, node: &str) -> String {
         let made = self.ask_token(node, &[]);
         assert!(made.status.success(), "{made:?}");

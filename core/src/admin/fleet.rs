@@ -242,7 +242,9 @@ impl FleetError {
             FleetError::Token(IssueError::Node(_) | IssueError::Lifetime(_)) => {
                 StatusCode::BAD_REQUEST
             }
-            FleetError::Token(IssueError::Off | IssueError::Full) => StatusCode::CONFLICT,
+            FleetError::Token(IssueError::Off | IssueError::Full | IssueError::NotShown(_)) => {
+                StatusCode::CONFLICT
+            }
             FleetError::Token(_) | FleetError::Died => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }

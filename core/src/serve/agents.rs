@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use llmgw_proto::identity::Fingerprint;
 use tokio::net::TcpListener;
 
 use crate::config::{Agents, Config};
-use crate::control::enrolment::{AuthorityFiles, Enrolment};
+use crate::control::enrolment::{AuthorityFiles, Enrolment, not_shown};
 use crate::control::observed::Timing;
 use crate::control::sessions::{Door, Sessions, SessionsOptions};
 
@@ -14,12 +15,22 @@ use crate::control::sessions::{Door, Sessions, SessionsOptions};
 /// # Errors
 /// What is wrong with the authority's key.
 pub(super) fn check_authority(config: &Config) -> Result<(), String> {
-    match config.agents.as_ref().and_then(AuthorityFiles::of) {
-        Some(files) => files
-            .check()
-            .map_err(|problem| format!("`agents.tls.ca_key`: {problem}")),
-        None => Ok(()),
-    }
+    authority(config).map(|_| ())
+}
+
+/// What is probably not meant with the authority's key.
+pub(super) fn remark(config: &Config, door: &Door) -> Option<String> {
+    let authority = authority(config).ok()??;
+    let said = || format!("`agents.tls.ca_key`: {}", not_shown(&authority));
+    (!door.leads_to(&authority)).then(said)
+}
+
+fn authority(config: &Config) -> Result<Option<Fingerprint>, String> {
+    let files = config.agents.as_ref().and_then(AuthorityFiles::of);
+    files
+        .map(|files| files.check())
+        .transpose()
+        .map_err(|problem| format!("`agents.tls.ca_key`: {problem}"))
 }
 
 /// Serves agents until the sessions are stopped.

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llmgw_plugins::{Policies, PolicyOptions};
-use llmgw_proto::identity::Moment;
+use llmgw_proto::identity::{Fingerprint, Moment};
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -29,6 +29,7 @@ use crate::admin::{self, Admin};
 use crate::certificates::Opened as OpenedTls;
 use crate::config::{self, Config};
 use crate::control::enrolment::Enrolment;
+use crate::control::sessions::Door;
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
 use crate::policy::OwnKernels;
@@ -156,7 +157,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
     } = checked;
     let (clients_tls, admin_tls) = (tls.clients.clone(), tls.admin.clone());
     let token = config.admin.token.clone();
-    let enrolment = open_enrolment(&config)?;
+    let enrolment = open_enrolment(&config, tls.door())?;
     let sessions = agents.map(|listener| agents::start(listener, &config, tls.door(), &enrolment));
     let gateway = Gateway::new(config, policies.clone(), telemetry.clone());
     let stop = Stop::default();
@@ -295,9 +296,10 @@ async fn drain(
 }
 
 /// The tokens of an earlier run, and who signs.
-fn open_enrolment(config: &Config) -> Result<Arc<Enrolment>, ServerError> {
-    let enrolment =
-        Enrolment::open(&config.state).map_err(|error| ServerError::Start(error.to_string()))?;
+fn open_enrolment(config: &Config, door: Door) -> Result<Arc<Enrolment>, ServerError> {
+    let leads = Arc::new(move |authority: &Fingerprint| door.leads_to(authority));
+    let enrolment = Enrolment::open(&config.state, leads)
+        .map_err(|error| ServerError::Start(error.to_string()))?;
     enrolment.configure(config.agents.as_ref());
     Ok(Arc::new(enrolment))
 }
@@ -349,6 +351,12 @@ fn open_policies(options: &ServerOptions, config: &Config) -> Result<Arc<Policie
         .map_err(|error| ServerError::Configuration(error.to_string()))
 }
 
+/// What a configuration needs beside itself, at the start as at a reload.
+fn check_usable(config: &Config, policies: &Policies) -> Result<(), ServerError> {
+    check_engines(config, policies)?;
+    agents::check_authority(config).map_err(ServerError::Configuration)
+}
+
 /// Refuses an engine that no plugin describes, before the first request finds out.
 pub(crate) fn check_engines(config: &Config, policies: &Policies) -> Result<(), ServerError> {
     let set = policies.current();
@@ -373,6 +381,7 @@ fn remarks(checked: &Checked) -> impl Iterator<Item = String> {
         .into_iter()
         .chain(config::not_yet_enforced(config))
         .chain(tls)
+        .chain(agents::remark(config, &checked.tls.door()))
 }
 
 /// Which certificates end soon, for who only asks; a server that runs says it by itself.
@@ -386,8 +395,7 @@ fn ends(checked: &Checked) -> impl Iterator<Item = String> {
 fn check(options: &ServerOptions) -> Result<Checked, ServerError> {
     let config = read_config(options)?;
     let policies = open_policies(options, &config)?;
-    check_engines(&config, &policies)?;
-    agents::check_authority(&config).map_err(ServerError::Configuration)?;
+    check_usable(&config, &policies)?;
     Ok(Checked {
         tls: Tls::open(&config).map_err(ServerError::Configuration)?,
         config,

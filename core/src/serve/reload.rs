@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::fleet::Fleet;
-use super::{ServerOptions, check_engines};
+use super::{ServerOptions, check_usable};
 use crate::certificates::{Certificates, Staged};
 use crate::clock;
 use crate::config::{self, Config, ConfigWatch};
@@ -144,7 +144,7 @@ impl Reloads {
             .map_err(|errors| errors.to_string())
             .and_then(|config| self.options.over(config))
             .and_then(|config| {
-                check_engines(&config, &self.gateway.policies)
+                check_usable(&config, &self.gateway.policies)
                     .map(|()| config)
                     .map_err(|error| error.to_string())
             })
@@ -188,7 +188,9 @@ impl Reloads {
             fleet.sessions.set_timing(Timing::from(agents));
             let denied = agents.deny_serials.iter().cloned();
             fleet.sessions.deny(denied.collect());
-            fleet.enrolment.configure(Some(agents));
+            // Until the next start a port without TLS stays one, where no token would be safe.
+            let signs = Some(agents).filter(|_| !fleet.sessions.is_plain());
+            fleet.enrolment.configure(signs);
         }
         self.certificates.put(staged);
         self.gateway.apply(config);

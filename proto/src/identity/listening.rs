@@ -21,7 +21,7 @@ use tokio_rustls::server::TlsStream;
 use super::opening::{self, Opening};
 use super::problem::alerted;
 use super::verdict::{
-    ClientJudge, NoJudge, Shown, authority_of, is_bounded, moment, provider, with_authority,
+    ClientJudge, NoJudge, Shown, authority_of, is_bounded, leads, moment, provider, with_authority,
 };
 use super::{Authorities, Certificate, Fingerprint, Identity, NoCertificate};
 
@@ -38,6 +38,8 @@ struct Current {
     /// Counts replacements, so that nothing is judged twice by the same authorities.
     generation: u64,
     config: Arc<ServerConfig>,
+    /// What is sent.
+    chain: Vec<CertificateDer<'static>>,
     certificate: Certificate,
     /// The authority whose certificate is sent along.
     authority: Option<Fingerprint>,
@@ -113,6 +115,22 @@ impl AgentsTls {
         self.current().certificate.clone()
     }
 
+    /// Whether agents that trust this authority alone, by its fingerprint, take the server: what is shown to them brings it along, and a
+    /// verifier would follow the certificate to it.
+    pub fn leads_to(&self, authority: &Fingerprint) -> bool {
+        let current = self.current();
+        let Some(leaf) = current.chain.first() else {
+            return false;
+        };
+        let sent = current
+            .chain
+            .iter()
+            .find(|der| Fingerprint::of(der) == *authority);
+        sent.is_some_and(|authority| {
+            leads(leaf, &current.chain[1..], std::slice::from_ref(authority))
+        })
+    }
+
     /// Does the handshake. The caller limits how long it takes.
     ///
     /// # Errors
@@ -173,7 +191,7 @@ impl Current {
         };
         let authority = authority_of(&chain);
         let mut config = builder
-            .with_single_cert(chain, identity.key.clone_key())
+            .with_single_cert(chain.clone(), identity.key.clone_key())
             .map_err(|error| NoJudge(error.to_string()))?;
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});
@@ -181,6 +199,7 @@ impl Current {
         Ok(Current {
             generation: 0,
             config: Arc::new(config),
+            chain,
             certificate: identity.certificate.clone(),
             authority,
             judge,

@@ -210,22 +210,7 @@ impl Looked<'_> {
 
     /// Whether its issuers lead to one of our authorities, whatever else is wrong.
     fn is_of_ours(&self) -> bool {
-        let mut current = &self.chain[0];
-        for _ in 0..CHAIN_MAX {
-            if self
-                .authorities
-                .iter()
-                .any(|own| is_issued_by(current, own))
-            {
-                return true;
-            }
-            let issued = |der: &&CertificateDer<'_>| *der != current && is_issued_by(current, der);
-            match self.chain[1..].iter().find(issued) {
-                Some(issuer) => current = issuer,
-                None => return false,
-            }
-        }
-        false
+        leads(&self.chain[0], &self.chain[1..], self.authorities)
     }
 
     fn fault(&self, error: &Error) -> CertificateProblem {
@@ -288,6 +273,26 @@ pub fn with_authority(
         sent.extend(authorities.der.iter().find(issued).cloned());
     }
     sent
+}
+
+/// Whether a certificate's issuers, each the one that signed the one before it, end with one of these authorities.
+pub(super) fn leads(
+    leaf: &CertificateDer<'_>,
+    rest: &[CertificateDer<'_>],
+    authorities: &[CertificateDer<'_>],
+) -> bool {
+    let mut current = leaf;
+    for _ in 0..CHAIN_MAX {
+        if authorities.iter().any(|own| is_issued_by(current, own)) {
+            return true;
+        }
+        let issued = |der: &&CertificateDer<'_>| *der != current && is_issued_by(current, der);
+        match rest.iter().find(issued) {
+            Some(issuer) => current = issuer,
+            None => return false,
+        }
+    }
+    false
 }
 
 /// The authority at the end of a chain, where it was sent along.

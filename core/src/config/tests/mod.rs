@@ -695,12 +695,24 @@ fn what_is_not_enforced_yet_and_what_is_probably_not_meant_is_said() {
 fn agents_that_anybody_can_let_in_are_warned_about() {
     let tls = "cert: c.pem, key: k.pem, ca: ca.pem";
     let open = model("aliases: []")
-        + &format!("agents: {{tls: {{{tls}, ca_key: ca-key.pem}}, require_identity: false, deny_serials: [\"0a\"]}}\n");
+        + &format!(
+            "agents: {{tls: {{{tls}, ca_key: ca-key.pem}}, require_identity: false, deny_serials: [\"0a\"]}}\n"
+        );
     let said = warnings(&good(&open));
     assert_eq!(said.len(), 2, "{said:?}");
-    assert!(said[0].starts_with("`agents.tls.ca_key` is set, and `admin.token` is not: "), "{said:?}");
-    assert!(said[1].starts_with("`agents.deny_serials` keeps nobody out without `agents.require_identity`"), "{said:?}");
+    assert!(
+        said[0].starts_with("`agents.tls.ca_key` is set, and `admin.token` is not: "),
+        "{said:?}"
+    );
+    assert!(
+        said[1].starts_with(
+            "`agents.deny_serials` keeps nobody out without `agents.require_identity`"
+        ),
+        "{said:?}"
+    );
     let closed = model("aliases: []")
-        + &format!("admin: {{token: a-long-enough-token}}\nagents: {{tls: {{{tls}, ca_key: ca-key.pem}}, deny_serials: [\"0a\"]}}\n");
+        + &format!(
+            "admin: {{token: a-long-enough-token}}\nagents: {{tls: {{{tls}, ca_key: ca-key.pem}}, deny_serials: [\"0a\"]}}\n"
+        );
     assert_eq!(warnings(&good(&closed)), Vec::<String>::new());
 }

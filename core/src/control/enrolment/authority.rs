@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use llmgw_proto::enrolment::AUTHORITY_MAX_BYTES;
-use llmgw_proto::identity::{Moment, RequestedKey};
+use llmgw_proto::identity::{Fingerprint, Moment, RequestedKey};
 use sha2::{Digest, Sha256};
 
 use super::book::KeyDigest;
@@ -28,12 +28,12 @@ impl AuthorityFiles {
         })
     }
 
-    /// That they can be used now.
+    /// That they can be used now, and whose they are.
     ///
     /// # Errors
     /// What is wrong with which of them.
-    pub fn check(&self) -> Result<(), AuthorityProblem> {
-        self.load().map(|_| ())
+    pub fn check(&self) -> Result<Fingerprint, AuthorityProblem> {
+        Ok(self.load()?.certificate.fingerprint)
     }
 
     fn load(&self) -> Result<Authority, AuthorityProblem> {

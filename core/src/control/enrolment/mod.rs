@@ -86,6 +86,8 @@ pub enum IssueError {
     Full,
     NoRandom,
     Authority(String),
+    /// The server's own certificate is from another one than this, which signs.
+    NotShown(Fingerprint),
     Store(FileProblem),
 }
 
@@ -96,7 +98,11 @@ pub struct Enrolment {
     book: Mutex<Book>,
     /// None: enrolment is off.
     signing: RwLock<Option<Arc<dyn Signing>>>,
+    leads: Leads,
 }
+
+/// Whether what the agents' port shows of the server leads to an authority: an agent with a token takes no other server.
+pub type Leads = Arc<dyn Fn(&Fingerprint) -> bool + Send + Sync>;
 
 /// Why enrolment is off, and what there is instead.
 const OFF: &str = "enrolment is off on this server: set `agents.tls.ca_key` there, or make the certificate with `llmgw ctl cert agent` and copy it";
@@ -106,12 +112,13 @@ impl Enrolment {
     ///
     /// # Errors
     /// They can't be read.
-    pub fn open(state: &Path) -> Result<Enrolment, FileProblem> {
+    pub fn open(state: &Path, leads: Leads) -> Result<Enrolment, FileProblem> {
         let store = Store::of(state);
         Ok(Enrolment {
             book: Mutex::new(store.load()?),
             store,
             signing: RwLock::new(None),
+            leads,
         })
     }
 
@@ -145,6 +152,9 @@ impl Enrolment {
         }
         let authority = signing.authority().map_err(IssueError::Authority)?;
         let authority = authority.fingerprint;
+        if !(self.leads)(&authority) {
+            return Err(IssueError::NotShown(authority));
+        }
         let secret = random::bytes().ok_or(IssueError::NoRandom)?;
         let token = EnrolmentToken::new(node, secret, authority)
             .map_err(|_| IssueError::Node(node.to_owned()))?;
@@ -225,6 +235,14 @@ pub fn off() -> EnrolmentRefusal {
     refusal(EnrolmentRefusalCode::Off, OFF.to_owned())
 }
 
+/// What is to be done where tokens of the authority that signs would work nowhere.
+pub fn not_shown(authority: &Fingerprint) -> String {
+    format!(
+        "no token would work: an agent trusts the authority that signs, {authority}, and the certificate that `agents.tls.cert` shows it is not of that one; \
+         make it anew with `llmgw ctl cert server --ca DIR`, DIR being that authority's, or set `agents.tls.ca_key` to the key of the one that issued it"
+    )
+}
+
 fn failed() -> EnrolmentRefusal {
     let message =
         "the server could not do it at this moment, its log says why; the token still works";
@@ -265,6 +283,7 @@ impl fmt::Display for IssueError {
             ),
             IssueError::NoRandom => f.write_str("the system gave no random bytes"),
             IssueError::Authority(why) => f.write_str(why),
+            IssueError::NotShown(authority) => f.write_str(&not_shown(authority)),
             IssueError::Store(error) => error.fmt(f),
         }
     }

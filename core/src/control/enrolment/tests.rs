@@ -21,7 +21,7 @@ impl State {
 
     /// A server on it, as after a start.
     pub(crate) fn server(&self, authority: &Arc<Fake>) -> Enrolment {
-        let enrolment = Enrolment::open(&self.0).unwrap();
+        let enrolment = Enrolment::open(&self.0, authority.leads.clone()).unwrap();
         enrolment.set_signing(Some(authority.clone()));
         enrolment
     }
@@ -34,12 +34,23 @@ impl Drop for State {
 }
 
 /// Takes any text for a request, whose first byte is its key.
-#[derive(Default)]
 pub(crate) struct Fake {
     fails: AtomicBool,
     signed: AtomicU32,
     /// How often the authority was replaced by another one.
     replaced: AtomicU32,
+    leads: Leads,
+}
+
+impl Default for Fake {
+    fn default() -> Fake {
+        Fake {
+            fails: AtomicBool::default(),
+            signed: AtomicU32::default(),
+            replaced: AtomicU32::default(),
+            leads: Arc::new(|_| true),
+        }
+    }
 }
 
 impl Signing for Fake {
@@ -224,4 +235,20 @@ fn a_token_needs_a_node_and_works_for_a_second_to_a_week() {
         let issued = server.issue("n", Duration::from_secs(seconds), NOW);
         assert_eq!(issued.is_ok(), works, "{seconds}");
     }
+}
+
+#[test]
+fn no_token_is_made_that_no_agent_could_use_here() {
+    let state = State::new();
+    let fake = Arc::new(Fake {
+        leads: Arc::new(|authority| *authority != Fingerprint([9; 32])),
+        ..Fake::default()
+    });
+    let server = state.server(&fake);
+    let error = server.issue("n", LIFETIME_DEFAULT, NOW).unwrap_err();
+    let said = error.to_string();
+    assert!(said.contains(&Fingerprint([9; 32]).to_string()), "{said}");
+    assert!(said.contains("`llmgw ctl cert server --ca DIR`"), "{said}");
+    fake.replaced.store(1, Ordering::Relaxed);
+    assert!(server.issue("n", LIFETIME_DEFAULT, NOW).is_ok());
 }

@@ -70,12 +70,7 @@ pub(super) async fn run(
     }
 }
 
-async fn serve(
-    stream: TcpStream,
-    address: SocketAddr,
-    stranger: Stranger,
-    shared: Arc<Shared>,
-) {
+async fn serve(stream: TcpStream, address: SocketAddr, stranger: Stranger, shared: Arc<Shared>) {
     let patience = shared.options.patience;
     let gate = shared.gate.clone();
     let say = |kind: &'static str, what: fmt::Arguments<'_>| {

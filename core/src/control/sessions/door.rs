@@ -12,7 +12,7 @@ use llmgw_proto::identity::listening::{Accepted, AgentsTls, Showing};
 use llmgw_proto::identity::opening::{self, Opening};
 use llmgw_proto::identity::problem::{IdentityProblem, shown};
 use llmgw_proto::identity::verdict::Shown;
-use llmgw_proto::identity::{Certificate, Serial};
+use llmgw_proto::identity::{Certificate, Fingerprint, Serial};
 use llmgw_proto::session::{Refusal, RefusalCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
@@ -31,6 +31,16 @@ pub enum Door {
     /// No TLS: for loopback, and where the operator said so.
     Plain,
     Tls(Arc<AgentsTls>),
+}
+
+impl Door {
+    /// Whether an agent that has nothing but this authority's fingerprint takes the server for the right one.
+    pub fn leads_to(&self, authority: &Fingerprint) -> bool {
+        match self {
+            Door::Plain => false,
+            Door::Tls(tls) => tls.leads_to(authority),
+        }
+    }
 }
 
 /// The door, and who is let through. The one place where a connection's identity comes from.

@@ -152,6 +152,11 @@ impl Sessions {
         self.observed.clone()
     }
 
+    /// Whether agents come in without TLS.
+    pub fn is_plain(&self) -> bool {
+        self.gate.is_plain()
+    }
+
     /// After a reload. Agents hear of a new heartbeat when they connect again.
     pub fn set_timing(&self, timing: Timing) {
         self.timing

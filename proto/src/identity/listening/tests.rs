@@ -343,6 +343,23 @@ async fn files_that_are_replaced_count_for_the_next_handshake_and_sessions_are_j
     assert_eq!(why.kind(), "unknown_authority");
 }
 
+#[test]
+fn a_server_leads_to_the_authority_that_issued_its_certificate_and_to_no_other() {
+    let (old, new) = (Authority::new("fleet"), Authority::new("fleet"));
+    let both = || Some(authorities(&[&old, &new]));
+    let tls = AgentsTls::new(identity(&old.server(&["localhost"])), both()).unwrap();
+    let [of_old, of_new] = [&old, &new].map(|authority| Fingerprint::of(&authority.der));
+    assert!(tls.leads_to(&of_old) && !tls.leads_to(&of_new));
+    tls.replace(identity(&new.server(&["localhost"])), both())
+        .unwrap();
+    assert!(tls.leads_to(&of_new) && !tls.leads_to(&of_old));
+    // Sent along is not enough.
+    let mut odd = identity(&old.server(&["localhost"]));
+    odd.chain.push(new.der.clone().into());
+    tls.replace(odd, None).unwrap();
+    assert!(!tls.leads_to(&of_new) && !tls.leads_to(&of_old));
+}
+
 #[tokio::test]
 async fn who_was_let_in_is_not_cut_off_because_time_passes() {
     let fleet = Fleet::new();
