@@ -19,11 +19,12 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use super::opening::{self, Opening};
-use super::problem::alerted;
+use super::problem::{CertificateProblem, alerted};
 use super::verdict::{
-    ClientJudge, NoJudge, Shown, authority_of, is_bounded, leads, moment, provider, with_authority,
+    CHAIN_MAX, CHAIN_MAX_BYTES, ClientJudge, NoJudge, Shown, authority_of, is_bounded, leads,
+    moment, provider, with_authority,
 };
-use super::{Authorities, Certificate, Fingerprint, Identity, NoCertificate};
+use super::{Authorities, Certificate, Fingerprint, Identity};
 
 /// Both sides speak HTTP/2 over it, and nothing else.
 pub(super) const ALPN: &[u8] = b"h2";
@@ -57,6 +58,7 @@ pub struct Accepted {
 #[derive(Clone, Debug)]
 pub struct Showing {
     pub shown: Shown,
+    /// Empty where it was not looked at.
     chain: Arc<[CertificateDer<'static>]>,
     /// When the handshake was done.
     at: UnixTime,
@@ -77,10 +79,6 @@ pub enum AcceptProblem {
         authority: Option<Fingerprint>,
         at: UnixTime,
     },
-    /// Its certificate is none.
-    Unreadable(NoCertificate),
-    /// Its chain is longer than any that is looked at.
-    TooLong,
     Io(io::Error),
 }
 
@@ -150,7 +148,7 @@ impl AgentsTls {
             .await
             .map_err(|error| current.problem(error))?;
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
-        let showing = current.look(chain)?;
+        let showing = current.look(chain);
         Ok(Accepted { stream, showing })
     }
 
@@ -158,7 +156,8 @@ impl AgentsTls {
     /// nobody is cut off because their certificate ends; they will not be let in again.
     pub fn judge_again(&self, showing: &Showing) -> Shown {
         let current = self.current();
-        if current.generation == showing.generation {
+        // Without a chain there is nothing that could become better.
+        if current.generation == showing.generation || showing.chain.is_empty() {
             return showing.shown.clone();
         }
         match (&current.judge, showing.shown.certificate()) {
@@ -206,24 +205,32 @@ impl Current {
         })
     }
 
-    fn look(&self, chain: &[CertificateDer<'static>]) -> Result<Showing, AcceptProblem> {
+    fn look(&self, chain: &[CertificateDer<'static>]) -> Showing {
         let at = UnixTime::now();
-        if !is_bounded(chain) {
-            return Err(AcceptProblem::TooLong);
-        }
+        let is_bounded = is_bounded(chain);
         let shown = match (&self.judge, chain.first()) {
-            (Some(judge), Some(leaf)) => {
-                let certificate = Certificate::from_der(leaf).map_err(AcceptProblem::Unreadable)?;
-                judge.judge(chain, certificate, at)
-            }
+            (Some(judge), Some(leaf)) => match Certificate::from_der(leaf) {
+                Ok(certificate) if is_bounded => judge.judge(chain, certificate, at),
+                Ok(certificate) => Shown::Refused {
+                    why: CertificateProblem::Invalid(format!(
+                        "its file has more than {CHAIN_MAX} certificates or {CHAIN_MAX_BYTES} bytes, it needs its own and those between it and the authority"
+                    )),
+                    certificate,
+                },
+                Err(why) => Shown::Unreadable(why.to_string()),
+            },
             _ => Shown::Nothing,
         };
-        Ok(Showing {
+        let is_looked_at = is_bounded && !matches!(shown, Shown::Unreadable(_));
+        Showing {
             shown,
-            chain: chain.into(),
+            chain: match is_looked_at {
+                true => chain.into(),
+                false => Arc::from([]),
+            },
             at,
             generation: self.generation,
-        })
+        }
     }
 
     fn problem(&self, error: io::Error) -> AcceptProblem {
@@ -312,8 +319,6 @@ impl AcceptProblem {
             AcceptProblem::Nothing => "nothing",
             AcceptProblem::NoTls(_) => "no_tls",
             AcceptProblem::Alerted { .. } => "alerted",
-            AcceptProblem::Unreadable(_) => "unreadable",
-            AcceptProblem::TooLong => "too_long",
             AcceptProblem::Io(_) => "io",
         }
     }
@@ -335,8 +340,6 @@ impl fmt::Display for AcceptProblem {
                 authority,
                 at,
             } => f.write_str(&alerted(*alert, own, authority.as_ref(), moment(*at))),
-            AcceptProblem::Unreadable(why) => write!(f, "its certificate can't be read: {why}"),
-            AcceptProblem::TooLong => f.write_str("it showed a longer chain than is looked at"),
             AcceptProblem::Io(error) => error.fmt(f),
         }
     }

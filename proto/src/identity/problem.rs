@@ -48,6 +48,10 @@ pub enum CertificateProblem {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdentityProblem<'a> {
     NothingShown,
+    /// What was shown is no certificate, in the words of its reader.
+    Unreadable(&'a str),
+    /// Nothing was shown where a session that showed a certificate speaks for the node.
+    NotAsBefore,
     OtherName(&'a Certificate),
     Revoked(&'a Certificate),
     Refused(&'a Certificate, &'a CertificateProblem),
@@ -73,6 +77,8 @@ impl IdentityProblem<'_> {
     pub fn kind(&self) -> &'static str {
         match self {
             IdentityProblem::NothingShown => "nothing_shown",
+            IdentityProblem::Unreadable(_) => "unreadable",
+            IdentityProblem::NotAsBefore => "not_as_before",
             IdentityProblem::OtherName(_) => "other_name",
             IdentityProblem::Revoked(_) => "revoked",
             IdentityProblem::Refused(_, problem) => problem.kind(),
@@ -86,6 +92,13 @@ impl IdentityProblem<'_> {
             IdentityProblem::NothingShown => format!(
                 "no certificate was shown, and the server asks for one: \
                  set `tls: {{ca: ca.pem, cert: agent.pem, key: agent-key.pem}}` in agent.yaml; {make} makes them"
+            ),
+            IdentityProblem::Unreadable(why) => {
+                format!("the certificate that was shown can't be read ({why}): {make} makes one")
+            }
+            IdentityProblem::NotAsBefore => format!(
+                "`{claimed}` is connected with a certificate, and nobody without one takes its place: \
+                 set `tls: {{ca: ca.pem, cert: agent.pem, key: agent-key.pem}}` in agent.yaml"
             ),
             IdentityProblem::OtherName(certificate) => match &certificate.common_name {
                 Some(name) => {

@@ -31,6 +31,8 @@ pub enum Shown {
         why: CertificateProblem,
         certificate: Certificate,
     },
+    /// Something that can't be read as one, and why.
+    Unreadable(String),
 }
 
 /// Who decides about clients' certificates.
@@ -333,7 +335,7 @@ impl Shown {
     /// The certificate, whatever it is worth.
     pub fn certificate(&self) -> Option<&Certificate> {
         match self {
-            Shown::Nothing => None,
+            Shown::Nothing | Shown::Unreadable(_) => None,
             Shown::Known(certificate) | Shown::Refused { certificate, .. } => Some(certificate),
         }
     }

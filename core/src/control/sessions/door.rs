@@ -157,6 +157,7 @@ impl Gate {
             Shown::Known(certificate) if is_claimed(certificate) => return Ok(()),
             Shown::Known(certificate) => IdentityProblem::OtherName(certificate),
             Shown::Refused { why, certificate } => IdentityProblem::Refused(certificate, why),
+            Shown::Unreadable(why) => IdentityProblem::Unreadable(why),
             Shown::Nothing if self.require_identity => IdentityProblem::NothingShown,
             Shown::Nothing => return Ok(()),
         };

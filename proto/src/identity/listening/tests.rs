@@ -153,6 +153,35 @@ async fn of_a_strangers_certificate_neither_dates_nor_use_are_told_but_that_nobo
 }
 
 #[tokio::test]
+async fn a_chain_that_is_not_looked_at_is_refused_and_stays_so_whatever_is_trusted_later() {
+    let fleet = Fleet::new();
+    let mut agent = identity(&fleet.authority.agent("gpu-01"));
+    let further = vec![fleet.authority.der.clone().into(); CHAIN_MAX];
+    agent.chain.extend(further);
+    let trust = trust(&fleet.authority);
+    let (_, accepted) = handshake(&fleet.tls, "localhost", &trust, Some(&agent)).await;
+    let long = accepted.unwrap().showing;
+    let Shown::Refused { why, .. } = &long.shown else {
+        panic!("it was not refused: {long:?}");
+    };
+    assert!(
+        format!("{why:?}").contains("more than 8 certificates"),
+        "{why:?}"
+    );
+    let none = fleet
+        .tls
+        .current()
+        .look(&[CertificateDer::from(vec![1, 2, 3])]);
+    assert!(matches!(none.shown, Shown::Unreadable(_)), "{none:?}");
+    let server = identity(&fleet.authority.server(&["localhost"]));
+    let trusted = authorities(&[&fleet.authority]);
+    fleet.tls.replace(server, Some(trusted)).unwrap();
+    for showing in [long, none] {
+        assert_eq!(fleet.tls.judge_again(&showing), showing.shown);
+    }
+}
+
+#[tokio::test]
 async fn an_authority_that_is_sent_along_by_a_stranger_makes_nothing_known() {
     let fleet = Fleet::new();
     let stranger = Authority::new("fleet");

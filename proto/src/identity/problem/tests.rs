@@ -66,6 +66,14 @@ fn what_is_said_of_an_agents_certificate_has_both_sides_facts_and_the_way_out() 
             format!("no certificate was shown, and the server asks for one: set `tls: {{ca: ca.pem, cert: agent.pem, key: agent-key.pem}}` in agent.yaml; {MAKE} makes them"),
         ),
         (
+            IdentityProblem::Unreadable("it is odd").sentence("n2"),
+            format!("the certificate that was shown can't be read (it is odd): {MAKE} makes one"),
+        ),
+        (
+            IdentityProblem::NotAsBefore.sentence("n2"),
+            "`n2` is connected with a certificate, and nobody without one takes its place: set `tls: {ca: ca.pem, cert: agent.pem, key: agent-key.pem}` in agent.yaml".to_owned(),
+        ),
+        (
             IdentityProblem::OtherName(agent).sentence("n2"),
             format!("the certificate is for `n1`, not for `n2`: {MAKE} makes one for it, `node: n1` in agent.yaml claims the other"),
         ),

@@ -486,6 +486,24 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
 }
 
 #[tokio::test]
+async fn a_chain_that_is_too_long_to_be_looked_at_is_answered() {
+    let guarded = Guarded::start().await;
+    let mut own = identity(&guarded.authority.agent("n1"));
+    own.chain
+        .extend(vec![CertificateDer::from(guarded.authority.der.clone()); 8]);
+    let socket = TcpStream::connect(guarded.server.address).await.unwrap();
+    let trust = Trust::Authorities(authorities(&[&guarded.authority]));
+    let stream = connect(socket, "127.0.0.1", &trust, Some(&own)).await;
+    let mut agent = Agent::over(stream.unwrap(), register("n1")).await;
+    let refusal = last_words(&mut agent).await;
+    assert_eq!(refusal.code, RefusalCode::Identity);
+    assert!(
+        refusal.message.contains("more than 8 certificates"),
+        "{refusal}"
+    );
+}
+
+#[tokio::test]
 async fn silent_clients_stop_nobody_and_are_cut_after_the_patience() {
     let mut guarded = Guarded::with(SessionsOptions {
         require_identity: true,
