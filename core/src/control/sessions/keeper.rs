@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llmgw_proto::session::{ServerMessage, SessionId, Welcome};
+use llmgw_proto::identity::problem::IdentityProblem;
+use llmgw_proto::session::{Refusal, RefusalCode, ServerMessage, SessionId, Welcome};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -120,7 +121,13 @@ impl Keeper {
                 event,
                 seat,
             } => {
+                let intrudes = self.intrudes(&event);
                 self.seats.put(session, seat);
+                if let Some(refusal) = intrudes {
+                    tracing::warn!("session {session} was refused: {refusal}");
+                    self.seats.dismiss(session, ServerMessage::Refused(refusal));
+                    return;
+                }
                 // What is denied or trusted may have changed since it was let in. Now that it sits, a further change finds it here.
                 if !self.seats.judge(session, &self.gate) {
                     self.apply(event);
@@ -133,6 +140,26 @@ impl Keeper {
                 self.apply(event);
             }
         }
+    }
+
+    /// Why a registration without a certificate is not to take the place of a session that has one: where none is required, it would
+    /// otherwise be enough to claim the node's id.
+    fn intrudes(&self, event: &NodeEvent) -> Option<Refusal> {
+        let NodeEvent::Registered {
+            register,
+            certificate: None,
+            ..
+        } = event
+        else {
+            return None;
+        };
+        let known = self.table.observed().nodes.get(&register.node)?;
+        (known.session.is_some() && known.certificate.is_some()).then(|| Refusal {
+            code: RefusalCode::Identity,
+            message: IdentityProblem::NotAsBefore.sentence(&register.node),
+            certificate: None,
+            claimed: register.node.clone(),
+        })
     }
 
     fn apply(&mut self, event: NodeEvent) {

@@ -504,6 +504,41 @@ async fn a_chain_that_is_too_long_to_be_looked_at_is_answered() {
 }
 
 #[tokio::test]
+async fn who_shows_nothing_takes_no_place_of_who_shows_a_certificate_though_none_is_required() {
+    let mut guarded = Guarded::with(quiet()).await;
+    let issued = guarded.authority.agent("n1");
+    let agent = guarded.agent(&issued, "n1").await;
+    guarded.server.until_state("n1", NodeState::Ready).await;
+    let refusal = guarded.refusal(None, register("n1")).await;
+    assert_eq!(refusal.code, RefusalCode::Identity);
+    assert!(
+        refusal
+            .message
+            .starts_with("`n1` is connected with a certificate"),
+        "{refusal}"
+    );
+    let session = |observed: &crate::control::observed::Observed| observed.nodes["n1"].session;
+    let observed = guarded.server.observed.borrow().clone();
+    assert_eq!(session(&observed), Some(agent.session));
+    // Its own next session does, and once it is gone anybody may, as it is configured.
+    let next = guarded.agent(&issued, "n1").await;
+    let is_next =
+        |observed: &crate::control::observed::Observed| session(observed) == Some(next.session);
+    guarded
+        .server
+        .until("the next session is there", is_next)
+        .await;
+    drop(next);
+    guarded
+        .server
+        .until("it is gone", |observed| session(observed).is_none())
+        .await;
+    let mut anybody = guarded.dial(None, register("n1")).await;
+    let welcome = anybody.hear().await.message;
+    assert!(matches!(welcome, ServerMessage::Welcome(_)), "{welcome:?}");
+}
+
+#[tokio::test]
 async fn silent_clients_stop_nobody_and_are_cut_after_the_patience() {
     let mut guarded = Guarded::with(SessionsOptions {
         require_identity: true,
