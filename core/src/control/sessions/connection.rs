@@ -27,7 +27,7 @@ use super::keeper::Input;
 use super::seats::{OUTGOING_MAX, Seat, Seats};
 use super::strangers::Stranger;
 use super::tails::Tails;
-use crate::control::observed::NodeEvent;
+use crate::control::observed::{NodeCertificate, NodeEvent};
 
 /// For the last words of a session to be read.
 const LAST_WORDS_MAX: Duration = Duration::from_millis(500);
@@ -173,8 +173,8 @@ impl Session {
             first = heard.next() => first,
             () = self.over.cancelled() => return,
         };
-        let register = match self.registration(first) {
-            Ok(register) => register,
+        let (register, certificate) = match self.registration(first) {
+            Ok(registered) => registered,
             Err(not) => return self.refuse(not),
         };
         let node = register.node.clone();
@@ -183,7 +183,7 @@ impl Session {
             event: NodeEvent::Registered {
                 session: self.id,
                 register,
-                certificate: self.peer.node_certificate(),
+                certificate,
             },
             seat: Seat {
                 node: node.clone(),
@@ -210,12 +210,15 @@ impl Session {
     }
 
     /// The first words, if they are what they have to be and come from whom they claim.
-    fn registration(&self, first: Heard<AgentMessage>) -> Result<Box<Register>, NotThem> {
+    fn registration(
+        &self,
+        first: Heard<AgentMessage>,
+    ) -> Result<(Box<Register>, Option<NodeCertificate>), NotThem> {
         let gate = &self.shared.gate;
         match self.claim(first) {
             Ok(register) => {
-                gate.may_be(&self.peer, &register.node)?;
-                Ok(register)
+                let certificate = gate.may_be(&self.peer, &register.node)?;
+                Ok((register, certificate))
             }
             // What a stranger's words lack is not for a stranger to know.
             Err(malformed) => Err(gate.may_be_any(&self.peer).err().unwrap_or(malformed)),

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use llmgw_proto::identity::listening::{Accepted, AgentsTls, Showing};
 use llmgw_proto::identity::opening::{self, Opening};
@@ -50,6 +50,7 @@ pub(super) struct Gate {
     require_identity: bool,
     /// Serial numbers of certificates that are worth nothing. Replaced by a reload.
     denied: RwLock<BTreeSet<Serial>>,
+    turn: Mutex<()>,
     complaints: Mutex<Complaints>,
     enrolling: Arc<Semaphore>,
 }
@@ -87,6 +88,7 @@ impl Gate {
             door,
             require_identity,
             denied: RwLock::new(denied),
+            turn: Mutex::default(),
             complaints: Mutex::default(),
             enrolling: Arc::new(Semaphore::new(ENROLLING_MAX)),
         }
@@ -125,11 +127,16 @@ impl Gate {
         }
     }
 
-    /// Whether a peer may speak for the node that it claims to be, by the authorities and the list of revoked certificates of now.
+    /// Whether a peer may speak for the node that it claims to be, by the authorities and the list of revoked certificates of now; the
+    /// certificate that says so.
     ///
     /// # Errors
     /// What it showed and what it would have had to show.
-    pub(super) fn may_be(&self, peer: &Peer, claimed: &str) -> Result<(), NotThem> {
+    pub(super) fn may_be(
+        &self,
+        peer: &Peer,
+        claimed: &str,
+    ) -> Result<Option<NodeCertificate>, NotThem> {
         self.judge(peer, Some(claimed))
     }
 
@@ -138,10 +145,14 @@ impl Gate {
     /// # Errors
     /// As [`may_be`](Gate::may_be).
     pub(super) fn may_be_any(&self, peer: &Peer) -> Result<(), NotThem> {
-        self.judge(peer, None)
+        self.judge(peer, None).map(|_| ())
     }
 
-    fn judge(&self, peer: &Peer, claimed: Option<&str>) -> Result<(), NotThem> {
+    fn judge(
+        &self,
+        peer: &Peer,
+        claimed: Option<&str>,
+    ) -> Result<Option<NodeCertificate>, NotThem> {
         let is_claimed = |certificate: &Certificate| {
             let name = certificate.common_name.as_deref();
             claimed.is_none_or(|claimed| name == Some(claimed))
@@ -154,12 +165,18 @@ impl Gate {
             Shown::Known(certificate) if self.is_denied(&certificate.serial) => {
                 IdentityProblem::Revoked(certificate)
             }
-            Shown::Known(certificate) if is_claimed(certificate) => return Ok(()),
+            Shown::Known(certificate) if is_claimed(certificate) => {
+                return Ok(Some(NodeCertificate {
+                    name: certificate.name().to_owned(),
+                    serial: certificate.serial.clone(),
+                    not_after: certificate.not_after,
+                }));
+            }
             Shown::Known(certificate) => IdentityProblem::OtherName(certificate),
             Shown::Refused { why, certificate } => IdentityProblem::Refused(certificate, why),
             Shown::Unreadable(why) => IdentityProblem::Unreadable(why),
             Shown::Nothing if self.require_identity => IdentityProblem::NothingShown,
-            Shown::Nothing => return Ok(()),
+            Shown::Nothing => return Ok(None),
         };
         Err(NotThem {
             kind: problem.kind(),
@@ -173,7 +190,13 @@ impl Gate {
     }
 
     pub(super) fn deny(&self, serials: BTreeSet<Serial>) {
+        let _turn = self.hold();
         *self.denied.write().unwrap_or_else(PoisonError::into_inner) = serials;
+    }
+
+    /// While this is held nobody is denied: for whoever judges and then acts on it.
+    pub(super) fn hold(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn is_denied(&self, serial: &Serial) -> bool {
@@ -211,18 +234,6 @@ impl Peer {
     pub(super) fn name(&self) -> Option<String> {
         self.certificate()
             .map(|certificate| shown(certificate.name()))
-    }
-
-    /// For the table of nodes.
-    pub(super) fn node_certificate(&self) -> Option<NodeCertificate> {
-        match &self.showing.shown {
-            Shown::Known(certificate) => Some(NodeCertificate {
-                name: certificate.name().to_owned(),
-                serial: certificate.serial.clone(),
-                not_after: certificate.not_after,
-            }),
-            Shown::Nothing | Shown::Refused { .. } => None,
-        }
     }
 }
 

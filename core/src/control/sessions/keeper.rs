@@ -128,7 +128,10 @@ impl Keeper {
                     self.seats.dismiss(session, ServerMessage::Refused(refusal));
                     return;
                 }
-                // What is denied or trusted may have changed since it was let in. Now that it sits, a further change finds it here.
+                // What is denied or trusted may have changed since it was let in. Now that it sits, a further change finds it here; none
+                // comes between this look and the table, which so never hears of one that is denied.
+                let gate = self.gate.clone();
+                let _held = gate.hold();
                 if !self.seats.judge(session, &self.gate) {
                     self.apply(event);
                 }

@@ -539,6 +539,33 @@ async fn who_shows_nothing_takes_no_place_of_who_shows_a_certificate_though_none
 }
 
 #[tokio::test]
+async fn a_certificate_that_became_known_after_the_handshake_is_in_the_table() {
+    let mut guarded = Guarded::start().await;
+    let other = Authority::new("other");
+    let issued = other.agent("n1");
+    let socket = TcpStream::connect(guarded.server.address).await.unwrap();
+    let trust = Trust::Authorities(authorities(&[&guarded.authority]));
+    let own = identity(&issued);
+    let stream = connect(socket, "127.0.0.1", &trust, Some(&own))
+        .await
+        .unwrap();
+    // The server has judged it once it says its first word, which HTTP/2 does unasked.
+    let mut stream = tokio::io::BufReader::new(stream);
+    tokio::io::AsyncBufReadExt::fill_buf(&mut stream)
+        .await
+        .unwrap();
+    let server = identity(&guarded.authority.server(&["127.0.0.1"]));
+    let both = authorities(&[&guarded.authority, &other]);
+    guarded.tls.replace(server, Some(both)).unwrap();
+    let mut agent = Agent::over(stream, register("n1")).await;
+    let welcome = agent.hear().await.message;
+    assert!(matches!(welcome, ServerMessage::Welcome(_)), "{welcome:?}");
+    let observed = guarded.server.until_state("n1", NodeState::Ready).await;
+    let certificate = observed.nodes["n1"].certificate.clone().unwrap();
+    assert_eq!(certificate.serial.to_string(), issued.serial);
+}
+
+#[tokio::test]
 async fn silent_clients_stop_nobody_and_are_cut_after_the_patience() {
     let mut guarded = Guarded::with(SessionsOptions {
         require_identity: true,
