@@ -7,7 +7,9 @@ use llmgw_proto::identity::certificate::Validity;
 use llmgw_proto::identity::files::{self, FileFault, FileProblem, Readers, read_key};
 use llmgw_proto::identity::moment::Moment;
 use llmgw_proto::regular;
+use pem::{EncodeConfig, LineEnding, Pem};
 use rcgen::{Issuer, KeyPair, PublicKeyData};
+use rustls::pki_types::CertificateDer;
 
 use super::{Authority, AuthorityProblem};
 
@@ -31,11 +33,12 @@ impl Authority {
         now: Moment,
     ) -> Result<Authority, AuthorityProblem> {
         let text = text_of(certificate)?;
-        let authorities = Authorities::from_pem(text.as_bytes())
-            .map_err(|fault| FileProblem::new(certificate, fault))?;
+        let authorities =
+            Authorities::from_pem(&text).map_err(|fault| FileProblem::new(certificate, fault))?;
         let own = KeyPair::try_from(&read_key(key, Readers::Owner)?)
             .map_err(|_| FileProblem::new(key, FileFault::BadKey))?;
         let public_key = own.subject_public_key_info();
+        let trusted = pem_of(&authorities.der);
         let pairs = authorities.certificates.into_iter().zip(authorities.der);
         let mut pairs = pairs.filter(|(facts, _)| facts.public_key == public_key);
         let Some((facts, der)) = pairs.next() else {
@@ -64,18 +67,26 @@ impl Authority {
             issuer: Issuer::from_ca_cert_der(&der, own)?,
             der,
             certificate: facts,
-            trusted: text,
+            trusted,
         })
     }
 }
 
-fn text_of(path: &Path) -> Result<String, FileProblem> {
+/// Certificates alone, whatever stands between them in the file that they are from.
+pub(crate) fn pem_of(certificates: &[CertificateDer<'_>]) -> String {
+    let config = EncodeConfig::new().set_line_ending(LineEnding::LF);
+    let block = |der: &CertificateDer<'_>| {
+        pem::encode_config(&Pem::new("CERTIFICATE", der.to_vec()), config)
+    };
+    certificates.iter().map(block).collect()
+}
+
+fn text_of(path: &Path) -> Result<Vec<u8>, FileProblem> {
     let in_file = |fault| FileProblem::new(path, fault);
     let bytes = regular::read(path, files::FILE_MAX_BYTES + 1)
         .map_err(|error| in_file(FileFault::Io(error)))?;
     if bytes.len() as u64 > files::FILE_MAX_BYTES {
         return Err(in_file(FileFault::TooLarge));
     }
-    // What is not UTF-8 stands between the blocks, where nobody reads it.
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    Ok(bytes)
 }

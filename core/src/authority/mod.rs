@@ -13,6 +13,7 @@ use rcgen::{Issuer, KeyPair};
 use rustls::pki_types::CertificateDer;
 
 pub use issue::{Holder, Made, MadeAuthority, make};
+pub(crate) use load::pem_of;
 pub use load::{CERTIFICATE_FILE, KEY_FILE};
 
 /// How long an authority is in force.
@@ -29,7 +30,7 @@ pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     der: CertificateDer<'static>,
     pub certificate: Certificate,
-    /// The text of its file: this authority, and any other that is trusted beside it.
+    /// PEM, for whoever is to trust what it issues: this authority, and any other that is in its file.
     pub trusted: String,
 }
 

@@ -158,7 +158,13 @@ fn an_authority_that_cannot_issue_says_why_and_what_to_do() {
     );
     // While an authority is exchanged for another one, both are trusted.
     let both = format!("{}{}", made.pem, other.pem);
-    folder.write(CERTIFICATE_FILE, &both, CERTIFICATE_MODE);
+    let noted = format!(
+        "our own: do not tell\r\n{}\n# {}",
+        made.pem.replace('\n', "\r\n"),
+        other.pem
+    );
+    let noted = noted.replace("# -----BEGIN", "# the next one\n-----BEGIN");
+    folder.write(CERTIFICATE_FILE, &noted, CERTIFICATE_MODE);
     let authority = Authority::load(&folder.0, NOW).unwrap();
     assert_eq!(authority.certificate, other.certificate);
     assert_eq!(authority.trusted, both);

@@ -12,14 +12,14 @@ use clap::Subcommand;
 use llmgw_proto::identity::certificate::{Certificate, NoCertificate};
 use llmgw_proto::identity::files::{FILE_MAX_BYTES, FileFault, FileProblem, read_certificates};
 use llmgw_proto::identity::placing::{self, CERTIFICATE_MODE, KEY_MODE, NewFile};
-use llmgw_proto::identity::{Host, Moment};
+use llmgw_proto::identity::{Authorities, Host, Moment};
 use llmgw_proto::regular;
 use llmgw_proto::session::{NODE_ID_MAX_BYTES, is_node_id};
 use rcgen::{KeyPair, PublicKeyData};
 
 use super::{CtlError, OutputFormat};
 use crate::authority::{
-    self, Authority, AuthorityProblem, CERTIFICATE_FILE, Holder, KEY_FILE, Made,
+    self, Authority, AuthorityProblem, CERTIFICATE_FILE, Holder, KEY_FILE, Made, pem_of,
 };
 use page::Page;
 
@@ -169,7 +169,7 @@ fn issue(
 /// Whether the authority's certificate is there already.
 fn holds(file: &Path, authority: &Authority, ca: &Path) -> Result<bool, CertError> {
     match regular::read(file, FILE_MAX_BYTES) {
-        Ok(text) if text == authority.trusted.as_bytes() => Ok(true),
+        Ok(text) if is_of(&text, authority) => Ok(true),
         Ok(_) => Err(CertError::OtherAuthority {
             file: file.to_owned(),
             directory: ca.to_owned(),
@@ -177,6 +177,11 @@ fn holds(file: &Path, authority: &Authority, ca: &Path) -> Result<bool, CertErro
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
         Err(error) => Err(FileProblem::new(file, FileFault::Io(error)).into()),
     }
+}
+
+/// Whether the same certificates are in a file's text, whatever else is.
+fn is_of(text: &[u8], authority: &Authority) -> bool {
+    Authorities::from_pem(text).is_ok_and(|found| pem_of(&found.der) == authority.trusted)
 }
 
 fn show(file: &Path) -> Result<Page, CertError> {
