@@ -101,10 +101,20 @@ fn the_units_of_systemd_are_right_where_systemd_can_say_so() {
         let said = String::from_utf8_lossy(&ran.stderr);
         assert!(ran.status.success() && said.is_empty(), "{name}: {said}");
     }
-    // What lets engines outlive their agent's unit.
-    let agent = std::fs::read_to_string(units.join("llmgw-agent.service")).unwrap();
-    for line in ["KillMode=process", "Delegate=yes", "OOMPolicy=continue"] {
+    std::fs::remove_dir_all(&directory).unwrap();
+}
+
+#[test]
+fn the_agents_unit_lets_engines_outlive_it_and_gives_them_a_home_to_write_to() {
+    let agent = Path::new(ROOT).join("examples/systemd/llmgw-agent.service");
+    let agent = std::fs::read_to_string(agent).unwrap();
+    for line in [
+        "KillMode=process",
+        "Delegate=yes",
+        "OOMPolicy=continue",
+        // The first is the user's home: of a path alone systemd leaves what is above it to root.
+        "StateDirectory=llmgw llmgw/agent",
+    ] {
         assert!(agent.lines().any(|found| found == line), "{line}");
     }
-    std::fs::remove_dir_all(&directory).unwrap();
 }
