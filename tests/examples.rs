@@ -105,6 +105,19 @@ fn the_units_of_systemd_are_right_where_systemd_can_say_so() {
 }
 
 #[test]
+fn systemd_never_gives_up_on_a_unit() {
+    for name in ["llmgw-server.service", "llmgw-agent.service"] {
+        let unit = Path::new(ROOT).join("examples/systemd").join(name);
+        let unit = std::fs::read_to_string(unit).unwrap();
+        // By systemd's default the fifth failure within ten seconds is the last. The line counts in this section only.
+        let section = unit.split("[Service]").next().unwrap();
+        let line = "StartLimitIntervalSec=0";
+        assert!(section.lines().any(|found| found == line), "{name}: {line}");
+        assert!(unit.lines().any(|found| found == "Restart=always"));
+    }
+}
+
+#[test]
 fn the_agents_unit_lets_engines_outlive_it_and_gives_them_a_home_to_write_to() {
     let agent = Path::new(ROOT).join("examples/systemd/llmgw-agent.service");
     let agent = std::fs::read_to_string(agent).unwrap();
