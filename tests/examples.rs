@@ -1,5 +1,6 @@
 //! The examples and the configurations in the documents are right: `--check` takes each of them.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -96,12 +97,26 @@ fn the_units_of_systemd_are_right_where_systemd_can_say_so() {
             .arg("verify")
             .arg(&file)
             .output();
-        // Not every machine that runs tests has it.
-        let Ok(ran) = ran else { continue };
+        let ran = match ran {
+            Ok(ran) => ran,
+            Err(error) => {
+                not_verified(&error);
+                break;
+            }
+        };
         let said = String::from_utf8_lossy(&ran.stderr);
         assert!(ran.status.success() && said.is_empty(), "{name}: {said}");
     }
     std::fs::remove_dir_all(&directory).unwrap();
+}
+
+/// Not every machine that runs tests has systemd; where all tests must run, it is to be installed.
+fn not_verified(error: &std::io::Error) {
+    let reason = format!("systemd-analyze (Debian: systemd) can't be started: {error}");
+    let required = std::env::var("LLMGW_REQUIRE_REAL");
+    assert_ne!(required.as_deref(), Ok("1"), "{reason}");
+    // Not `eprintln!`, which the test runner keeps to itself when a test passes.
+    let _ = writeln!(std::io::stderr(), "skipped: the units of systemd: {reason}");
 }
 
 #[test]
