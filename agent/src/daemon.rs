@@ -1,11 +1,12 @@
 //! `llmgw agent`: supervises the engines of this node and holds its session with the server, until a signal stops it.
 //!
-//! Exit status: 0 stopped as it was told; 1 it could not start; 2 usage or configuration.
+//! Exit status: 0 stopped as it was told; 1 it could not start, or could not go on; 2 usage or configuration.
 
 mod drain;
 mod host;
 mod local;
 mod node;
+mod tasks;
 
 use std::fmt;
 use std::net::IpAddr;
@@ -26,6 +27,7 @@ use self::drain::DrainFile;
 use self::host::Shards;
 pub use self::local::{LocalAgent, run_local};
 use self::node::Node;
+use self::tasks::Tasks;
 use crate::config::{self, AgentConfig, AgentTls};
 use crate::enrolment::{Enrolling, Manners, NotEnrolled, TokenArgument, in_state};
 use crate::session::credentials::LOOK_EVERY;
@@ -78,7 +80,7 @@ struct Setup {
     enrolling: Option<Enrolling>,
 }
 
-/// Why an agent did not start.
+/// Why an agent did not start, or not go on.
 #[derive(Debug)]
 pub enum DaemonError {
     Config(ConfigErrors),
@@ -87,6 +89,11 @@ pub enum DaemonError {
     Enrolment(NotEnrolled),
     Supervisor(SupervisorError),
     Start(&'static str, std::io::Error),
+    /// Something that runs as long as the agent does ended before it.
+    Lost {
+        task: &'static str,
+        cause: String,
+    },
 }
 
 const STATE_DEFAULT: &str = ".llmgw/agent";
@@ -241,15 +248,20 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
     if !is_asked {
         is_asked = enrolled(&setup, &supervisor, &mut stop).await?;
     }
-    let looking = tokio::spawn(node.clone().keep(supervisor.clone()));
+    let looks = tokio::spawn(node.clone().keep(supervisor.clone()));
     let session = Arc::new(session(&setup, models_dir, node, supervisor.clone()));
     let leave = CancellationToken::new();
     let held = {
         let (session, leave) = (session.clone(), leave.clone());
         tokio::spawn(async move { session.run(leave).await })
     };
-    if !is_asked {
-        stop.asked().await;
+    let mut tasks = Tasks {
+        session: held,
+        looks,
+    };
+    if !is_asked && let Err(lost) = tasks.until_asked(&mut stop).await {
+        supervisor.shutdown(setup.stop_engines).await;
+        return Err(lost);
     }
     if setup.stop_engines {
         // The server hears of each of them, so the goodbye comes last. A second signal leaves them running.
@@ -260,8 +272,7 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
         }
     }
     leave.cancel();
-    let _ = tokio::join!(held, supervisor.shutdown(false));
-    looking.abort();
+    let _ = tokio::join!(&mut tasks.session, supervisor.shutdown(false));
     tracing::info!("stopped");
     Ok(())
 }
@@ -428,7 +439,10 @@ impl DaemonError {
     pub fn exit_status(&self) -> u8 {
         match self {
             DaemonError::Config(_) | DaemonError::Usage(_) => 2,
-            DaemonError::Enrolment(_) | DaemonError::Supervisor(_) | DaemonError::Start(..) => 1,
+            DaemonError::Enrolment(_)
+            | DaemonError::Supervisor(_)
+            | DaemonError::Start(..)
+            | DaemonError::Lost { .. } => 1,
         }
     }
 }
@@ -441,6 +455,10 @@ impl fmt::Display for DaemonError {
             DaemonError::Enrolment(why) => why.fmt(f),
             DaemonError::Supervisor(error) => error.fmt(f),
             DaemonError::Start(what, error) => write!(f, "{what}: {error}"),
+            DaemonError::Lost { task, cause } => write!(
+                f,
+                "{task} ended: {cause}; the agent can't go on without it, and is to be started again"
+            ),
         }
     }
 }
