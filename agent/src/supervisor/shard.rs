@@ -370,8 +370,7 @@ impl ShardTask {
         };
         if let Err(error) = output.read_into(&mut self.handle.tail(), wall_ms()) {
             let shard = &self.handle.spec.shard;
-            tracing::warn!(shard, %error, "the engine's output can't be read any more");
-            self.output = None;
+            tracing::warn!(shard, %error, "the engine's output can't be read or bounded now; tried again for as long as it runs");
         }
     }
 

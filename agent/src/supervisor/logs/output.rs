@@ -6,7 +6,8 @@
 //!
 //! The file is bounded by giving back the disk space of what was read (a hole is punched, its size only grows on paper).
 //! No line is lost in that. Where a file system has no holes it is truncated instead, and then what the engine writes between
-//! the last read and the truncation is lost. While no agent runs nothing bounds it.
+//! the last read and the truncation is lost. What fails, in reading or in bounding, is told once and tried again for as long
+//! as the shard lives: an engine goes on writing whatever its reader thinks of the disk. While no agent runs nothing bounds it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -30,8 +31,13 @@ pub struct Output {
     file: File,
     /// Up to where it was read.
     offset: u64,
-    /// Up to where its space was given back.
+    /// Up to where its space was given back, or was to be: a hole begins at the start of the file, so that the next one makes up
+    /// for one that failed.
     punched: u64,
+    /// Gives back the space of a range; tests put in one that fails.
+    punch: fn(&File, u64, u64) -> io::Result<()>,
+    /// Somebody was told that something fails.
+    told: bool,
 }
 
 impl Output {
@@ -57,11 +63,30 @@ impl Output {
             file,
             offset,
             punched: 0,
+            punch: kernel::punch_hole,
+            told: false,
         })
     }
 
     /// Reads on to the end, and bounds the file.
+    ///
+    /// # Errors
+    /// The first that there is. The next call tries again, and keeps what fails then to itself.
     pub fn read_into(&mut self, tail: &mut LogTail, now_ms: u64) -> io::Result<()> {
+        let read = self.read_on(tail, now_ms);
+        // Whatever became of the reading, it may have come further.
+        let done = read.and(self.bound());
+        match done {
+            Err(_) if self.told => Ok(()),
+            Err(error) => {
+                self.told = true;
+                Err(error)
+            }
+            Ok(()) => Ok(()),
+        }
+    }
+
+    fn read_on(&mut self, tail: &mut LogTail, now_ms: u64) -> io::Result<()> {
         let mut end = self.file.metadata()?.size();
         if end < self.offset {
             // Somebody truncated it.
@@ -84,7 +109,7 @@ impl Output {
             tail.take(&bytes, now_ms);
             self.offset += read as u64;
         }
-        self.bound()
+        Ok(())
     }
 
     fn bound(&mut self) -> io::Result<()> {
@@ -92,15 +117,15 @@ impl Output {
         if until < self.punched + PUNCH_MIN_BYTES {
             return Ok(());
         }
-        match kernel::punch_hole(&self.file, 0, until) {
-            Ok(()) => self.punched = until,
+        self.punched = until;
+        match (self.punch)(&self.file, 0, until) {
             Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
                 self.file.set_len(0)?;
                 (self.offset, self.punched) = (0, 0);
+                Ok(())
             }
-            Err(error) => return Err(error),
+            punched => punched,
         }
-        Ok(())
     }
 }
 
@@ -152,6 +177,34 @@ mod tests {
         }
         let (_, lines) = tail.from(u64::MAX, 0);
         assert_eq!(lines, 40 * 1024);
+        let on_disk = std::fs::metadata(&path).unwrap().blocks() * 512;
+        let bound = PUNCH_MIN_BYTES + KEPT_MIN_BYTES + 1024 * 1024 + 64 * 1024;
+        assert!(on_disk <= bound, "{on_disk} > {bound}");
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn an_error_in_bounding_is_told_once_and_the_file_is_bounded_once_it_is_over() {
+        let path = path("failing");
+        let mut writer = Output::writer(&path).unwrap();
+        let (mut output, mut tail) = (Output::open(&path).unwrap(), LogTail::new(None));
+        let mut line = [b'x'; 1024];
+        line[1023] = b'\n';
+        let mut round = |output: &mut Output| {
+            for _ in 0..1024 {
+                writer.write_all(&line).unwrap();
+            }
+            output.read_into(&mut tail, 0).map_err(|error| error.kind())
+        };
+        output.punch = |_, _, _| Err(io::ErrorKind::StorageFull.into());
+        let told: Vec<io::ErrorKind> = (0..10).filter_map(|_| round(&mut output).err()).collect();
+        assert_eq!(told, [io::ErrorKind::StorageFull]);
+        output.punch = kernel::punch_hole;
+        for _ in 0..5 {
+            round(&mut output).unwrap();
+        }
+        let (_, lines) = tail.from(u64::MAX, 0);
+        assert_eq!(lines, 15 * 1024, "none was lost");
         let on_disk = std::fs::metadata(&path).unwrap().blocks() * 512;
         let bound = PUNCH_MIN_BYTES + KEPT_MIN_BYTES + 1024 * 1024 + 64 * 1024;
         assert!(on_disk <= bound, "{on_disk} > {bound}");
