@@ -1,9 +1,11 @@
-//! That this node is taken out of use: a file in the state directory, since the server keeps nothing.
+//! That this node is taken out of use: a file in the state directory, since the server keeps nothing. Synced: an
+//! operator who was told that the node drains may take its power next.
 
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::durable;
 use crate::session::DrainFlag;
 
 const FILE: &str = "draining";
@@ -37,12 +39,9 @@ impl DrainFlag for DrainFile {
 
     fn set(&self, draining: bool) -> io::Result<()> {
         self.draining.store(draining, Ordering::Relaxed);
-        if draining {
-            return std::fs::write(&self.path, "");
-        }
-        match std::fs::remove_file(&self.path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
+        match draining {
+            true => durable::write_whole(&self.path, b""),
+            false => durable::remove(&self.path),
         }
     }
 }

@@ -4,15 +4,16 @@
 //! `STATE/shards/NAME/shard.json`, with the engine's output beside it. A file that cannot be read is set aside, never fatal.
 
 use std::fmt;
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use llmgw_proto::regular;
 use llmgw_proto::shard::{ApiKey, ShardSpec};
 use serde::{Deserialize, Serialize};
 
+use crate::durable::{self, write_whole};
 use crate::process_id::ProcessId;
 
 /// The form of the file. Another one is set aside.
@@ -166,7 +167,7 @@ impl SpecStore {
             let directory = entry?.path();
             let file = directory.join("shard.json");
             // Left by an agent that died while it wrote.
-            let _ = fs::remove_file(temporary(&file));
+            let _ = fs::remove_file(durable::temporary(&file));
             // A link that leads nowhere, or a disk that does not answer, is no record that was never written.
             let looked = fs::symlink_metadata(&file);
             if looked.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
@@ -304,25 +305,6 @@ fn read(file: &Path) -> Result<Record, String> {
         ));
     }
     serde_json::from_slice(&bytes).map_err(|error| error.to_string())
-}
-
-/// Replaces a file at once: a new one is written and synced, takes its name, and the directory is synced.
-fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let temporary = temporary(path);
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&temporary, path)?;
-    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
-}
-
-fn temporary(path: &Path) -> PathBuf {
-    path.with_extension("new")
 }
 
 fn make_directory(directory: &Path) -> io::Result<()> {
