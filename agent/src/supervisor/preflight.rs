@@ -2,6 +2,7 @@
 //! free and healthy, the ports are free. The first thing that is not so is the refusal.
 
 pub mod ports;
+mod variables;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,8 +19,6 @@ use ports::PortOwner;
 
 /// Processes of one shard.
 const COMMANDS_MAX: usize = 16;
-/// Variables that decide what code a process runs; only the node's operator may set them.
-const LOADER_PREFIX: &str = "LD_";
 
 /// GPUs and ports that other shards of this node have, started or about to be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -168,7 +167,7 @@ impl fmt::Display for Refusal {
             }
             Refusal::Variable { name } => write!(
                 f,
-                "variable `{name}` decides what code runs: only the node's configuration may set it"
+                "variable `{name}` decides what code runs: only the node's configuration may set it, in `engines`"
             ),
             Refusal::NoKey { executable } => {
                 write!(f, "`{executable}` wants an API key, and the shard has none")
@@ -269,9 +268,8 @@ fn check_commands(spec: &ShardSpec, node: &Node<'_>) -> Result<(), Refusal> {
                 cause,
             });
         }
-        let forbidden = |name: &&String| {
-            name.is_empty() || name.contains('=') || name.starts_with(LOADER_PREFIX)
-        };
+        let forbidden =
+            |name: &&String| name.is_empty() || name.contains('=') || variables::decides_code(name);
         if let Some(name) = command.env.keys().find(forbidden) {
             return Err(Refusal::Variable { name: name.clone() });
         }

@@ -92,7 +92,15 @@ fn only_executables_of_the_nodes_own_configuration_are_started() {
                     .env
                     .insert("LD_PRELOAD".to_owned(), "/tmp/x.so".to_owned());
             },
-            "variable_not_allowed: variable `LD_PRELOAD` decides what code runs: only the node's configuration may set it",
+            "variable_not_allowed: variable `LD_PRELOAD` decides what code runs: only the node's configuration may set it, in `engines`",
+        ),
+        (
+            |spec| {
+                spec.commands[0]
+                    .env
+                    .insert("PYTHONPATH".to_owned(), "/tmp".to_owned());
+            },
+            "variable_not_allowed: variable `PYTHONPATH` decides what code runs: only the node's configuration may set it, in `engines`",
         ),
     ] {
         assert_eq!(with(change).as_deref(), Some(reason));
