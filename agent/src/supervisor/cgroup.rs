@@ -70,6 +70,16 @@ impl ShardCgroup {
     }
 }
 
+/// The groups in `root` of shards of this state directory, each with the shard's part of its name.
+pub fn of_state_dir(root: &Path, state_dir: &str) -> Vec<(String, ShardCgroup)> {
+    let begin = format!("llmgw-{}", group_name(state_dir, ""));
+    let named = directories(root).into_iter().filter_map(|directory| {
+        let name = directory.file_name()?.to_str()?.strip_prefix(&begin)?;
+        Some((name.to_owned(), ShardCgroup::open(&directory)?))
+    });
+    named.collect()
+}
+
 /// What a shard's group is called: agents of different state directories may be in one group, and have shards of one name.
 pub fn group_name(state_dir: &str, shard: &str) -> String {
     let mut hasher = DefaultHasher::new();

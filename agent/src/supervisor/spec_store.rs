@@ -290,6 +290,20 @@ pub fn directory_name(shard: &str) -> Option<String> {
     (!name.is_empty() && name.len() <= NAME_MAX_BYTES).then_some(name)
 }
 
+/// The shard whose directory or control group has this name, as far as it is one that [`directory_name`] gives.
+pub fn shard_of(name: &str) -> String {
+    let mut shard = Vec::with_capacity(name.len());
+    let mut bytes = name.as_bytes();
+    while let Some((&first, rest)) = bytes.split_first() {
+        let hex = rest.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
+        let coded = hex.filter(|_| first == b'%');
+        let byte = coded.and_then(|hex| u8::from_str_radix(hex, 16).ok());
+        shard.push(byte.unwrap_or(first));
+        bytes = byte.map_or(rest, |_| &rest[2..]);
+    }
+    String::from_utf8_lossy(&shard).into_owned()
+}
+
 fn read(file: &Path) -> Result<Record, String> {
     let bytes = regular::read(file, RECORD_MAX_BYTES).map_err(|error| error.to_string())?;
     #[derive(Deserialize)]

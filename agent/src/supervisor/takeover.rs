@@ -14,12 +14,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::adopt::{self, Verdict};
 use super::board::Board;
-use super::cgroup::ShardCgroup;
+use super::cgroup::{self, ShardCgroup};
 use super::ending::{self, Scan};
 use super::machine::Remnant;
 use super::process::Process;
 use super::shard::Context;
-use super::spec_store::{Asked, Record, SetAside, SpecStore};
+use super::spec_store::{Asked, Record, SetAside, SpecStore, directory_name, shard_of};
 use super::tree::{ProcessTable, Traces, read_environ};
 use super::{SupervisorError, SupervisorOptions};
 use crate::process_id::ProcessId;
@@ -127,6 +127,7 @@ pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError>
     let mut adopted = found.set_aside.into_iter().map(set_aside).collect();
     let proc = &context.options.proc_root;
     let table = ProcessTable::read(proc).map_err(failed("the process table can't be read"))?;
+    kill_stray_groups(&context, &found.records, &mut adopted);
     kill_strays(&context, &table, &found.records, &mut adopted);
     let mut shards = Vec::new();
     for record in found.records {
@@ -200,6 +201,31 @@ fn confirm(record: &mut Record, command: usize) {
     let mut processes = record.processes.iter_mut();
     if let Some(process) = processes.find(|process| process.command == command) {
         process.confirmed = true;
+    }
+}
+
+/// Control groups of this state directory whose shard is on no record. They hold what no other trace leads to: with the
+/// record the processes' numbers are lost, and an engine that sets its title overwrote its environment.
+fn kill_stray_groups(context: &Context, records: &[Record], adopted: &mut Vec<Adopted>) {
+    let Some(root) = &context.options.cgroup_root else {
+        return;
+    };
+    for (name, group) in cgroup::of_state_dir(root, &context.state_dir) {
+        let is_known = |record: &Record| {
+            record.cgroup.as_deref() == Some(group.directory())
+                || directory_name(&record.spec.shard).as_ref() == Some(&name)
+        };
+        if records.iter().any(is_known) {
+            continue;
+        }
+        let shard = shard_of(&name);
+        let scan = Scan {
+            proc: context.options.proc_root.clone(),
+            traces: traces(context, &shard, Vec::new()),
+            cgroup: Some(group.clone()),
+        };
+        kill(scan, &shard, adopted);
+        group.remove();
     }
 }
 

@@ -1,9 +1,10 @@
 //! A restarted agent and what an earlier one left: taken over, killed, or left alone, and said.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use llmgw_agent::process_id::ProcessId;
-use llmgw_agent::supervisor::{Outcome, Supervisor, SupervisorError};
+use llmgw_agent::supervisor::{Outcome, Supervisor, SupervisorError, cgroup};
 use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -196,6 +197,51 @@ async fn an_engine_without_a_record_is_killed_and_another_agents_is_not() {
     assert_eq!(outcome(&node), &Outcome::Killed { pids });
     assert_eq!(node.adopted[0].shard, "m/7/0");
     assert!(!stray.is_alive() && theirs.is_alive());
+}
+
+/// What a control group looks like, of a shard of this state directory; the kernel does not stand behind it, so that writing
+/// to it kills nobody.
+fn control_group(root: &Path, state: &str, shard: &str, pid: u32) -> PathBuf {
+    let name = cgroup::group_name(state, &shard.replace('/', "%2f"));
+    let group = root.join(format!("llmgw-{name}"));
+    fs::create_dir_all(&group).unwrap();
+    fs::write(group.join("cgroup.kill"), "").unwrap();
+    fs::write(group.join("cgroup.procs"), format!("{pid}\n")).unwrap();
+    group
+}
+
+#[tokio::test]
+async fn what_is_in_a_control_group_without_a_record_is_killed_though_nothing_else_tells_whose_it_is()
+ {
+    let (directory, root) = (Directory::new(), Directory::new());
+    let state = state_dir(&directory.0);
+    let mine = [("LLMGW_SHARD", SHARD), ("LLMGW_STATE", state.as_str())];
+    let (stray, theirs, on_record) = (
+        Bystander::start(&[]),
+        Bystander::start(&[]),
+        Bystander::start(&mine),
+    );
+    let group = control_group(&root.0, &state, "m/7/0", stray.0.id());
+    control_group(&root.0, "/elsewhere", "m/7/0", theirs.0.id());
+    control_group(&root.0, &state, SHARD, on_record.0.id());
+    leave(&directory, &engine(SHARD, &[]), &on_record.id());
+    let mut options = options(&directory.0);
+    options.cgroup_root = Some(root.0.clone());
+    let node = Node::on(directory, options).await;
+    let found: Vec<(&str, &Outcome)> = node
+        .adopted
+        .iter()
+        .map(|found| (found.shard.as_str(), &found.outcome))
+        .collect();
+    let killed = Outcome::Killed {
+        pids: vec![stray.0.id()],
+    };
+    let adopted = Outcome::Adopted {
+        pids: vec![on_record.0.id()],
+    };
+    assert_eq!(found, [("m/7/0", &killed), (SHARD, &adopted)]);
+    assert_eq!(fs::read_to_string(group.join("cgroup.kill")).unwrap(), "1");
+    assert!(!stray.is_alive() && theirs.is_alive() && on_record.is_alive());
 }
 
 #[tokio::test]

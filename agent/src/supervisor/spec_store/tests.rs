@@ -157,5 +157,8 @@ fn a_shards_id_never_leads_out_of_the_directory_and_no_two_ids_meet() {
         (&"x".repeat(NAME_MAX_BYTES + 1), None),
     ] {
         assert_eq!(directory_name(shard), name, "{shard}");
+        if let Some(name) = name {
+            assert_eq!(shard_of(&name), shard);
+        }
     }
 }
