@@ -1,5 +1,6 @@
 //! The end of a shard: asked for, forced, resisted; and what it held is given back.
 
+use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -227,7 +228,10 @@ async fn a_shutdown_leaves_engines_running_in_less_than_two_seconds_or_stops_the
 #[tokio::test]
 async fn a_control_group_kills_what_left_session_parent_and_environment_behind() {
     let Some(root) = cgroup::delegated(PROC.as_ref()) else {
-        eprintln!("skipped: no control group of version 2 is delegated to this process");
+        let reason = "no control group of version 2 is delegated to this process";
+        // Not `eprintln!`, which the test runner keeps to itself when a test passes.
+        let mut stderr = std::io::stderr();
+        let _ = writeln!(stderr, "skipped: the control group of a shard: {reason}");
         return;
     };
     let mut node = Node::with(|options| options.cgroup_root = Some(root.clone())).await;
