@@ -240,6 +240,9 @@ async fn an_engine_is_started_survives_its_agent_and_is_stopped_by_the_next_one(
     assert!(!answers(&spec));
     agent.signal(Signal::SIGTERM);
     assert!(agent.ends().success());
+    // Once, and as no warning: nothing was lost.
+    agent.says(&[" INFO ", "shard `m/0/0` is adopted with processes ["]);
+    assert!(!agent.has_said("adopted"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

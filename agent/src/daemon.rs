@@ -33,9 +33,7 @@ use crate::enrolment::{Enrolling, Manners, NotEnrolled, TokenArgument, in_state}
 use crate::session::credentials::LOOK_EVERY;
 use crate::session::dial::ServerUrl;
 use crate::session::{Session, SessionOptions};
-use crate::supervisor::{
-    Adopted, EngineAllowance, Outcome, Supervisor, SupervisorError, SupervisorOptions, cgroup,
-};
+use crate::supervisor::{EngineAllowance, Supervisor, SupervisorError, SupervisorOptions, cgroup};
 
 /// The arguments of `llmgw agent` itself.
 #[derive(Debug, Args)]
@@ -319,23 +317,9 @@ async fn supervise(setup: &Setup, node: &Node) -> Result<Arc<Supervisor>, Daemon
     let mut options = SupervisorOptions::new(setup.state.clone(), allow);
     options.cgroup_root = cgroup::delegated(&options.proc_root);
     options.gpus = node.gpus.clone();
-    let (supervisor, adopted) = Supervisor::start(options)
-        .await
-        .map_err(DaemonError::Supervisor)?;
-    for found in &adopted {
-        say_adopted(found);
-    }
+    let started = Supervisor::start(options).await;
+    let (supervisor, _) = started.map_err(DaemonError::Supervisor)?;
     Ok(supervisor)
-}
-
-fn say_adopted(found: &Adopted) {
-    let Adopted { shard, outcome } = found;
-    match outcome {
-        Outcome::Adopted { pids } => tracing::info!(
-            "shard `{shard}` is adopted (processes {pids:?}); its earlier output is gone"
-        ),
-        other => tracing::warn!("shard `{shard}`: {other:?}"),
-    }
 }
 
 fn session(

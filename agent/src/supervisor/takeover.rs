@@ -75,19 +75,23 @@ pub struct Started {
     pub lock: StateLock,
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for Adopted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
+        let Adopted { shard, outcome } = self;
+        match outcome {
             Outcome::Adopted { pids } => write!(
                 f,
-                "adopted with processes {pids:?}; how they end will not be known, and of their output only the last lines are left"
+                "shard `{shard}` is adopted with processes {pids:?}: how they end will not be known, and of its earlier output only the last lines are left"
             ),
-            Outcome::Resumed => f.write_str("it had not been started yet, and is now"),
-            Outcome::Stopping => f.write_str("its stop goes on"),
-            Outcome::Failed { reason } => write!(f, "lost: {reason}"),
-            Outcome::Killed { pids } => {
-                write!(f, "processes {pids:?} are on no record, and were killed")
+            Outcome::Resumed => write!(f, "shard `{shard}` had not been started yet, and is now"),
+            Outcome::Stopping => {
+                write!(f, "shard `{shard}` was being stopped, and its stop goes on")
             }
+            Outcome::Failed { reason } => write!(f, "shard `{shard}` is lost: {reason}"),
+            Outcome::Killed { pids } => write!(
+                f,
+                "processes {pids:?} of shard `{shard}` are on no record, and were killed"
+            ),
             Outcome::SetAside {
                 file,
                 cause,
@@ -98,6 +102,20 @@ impl fmt::Display for Outcome {
                     Some(path) => write!(f, "and was moved to `{}`", path.display()),
                     None => f.write_str("nor moved away"),
                 }
+            }
+        }
+    }
+}
+
+impl Adopted {
+    /// Tells the operator: with a warning where something was lost.
+    fn say(&self) {
+        match self.outcome {
+            Outcome::Adopted { .. } | Outcome::Resumed | Outcome::Stopping => {
+                tracing::info!("{self}");
+            }
+            Outcome::Failed { .. } | Outcome::Killed { .. } | Outcome::SetAside { .. } => {
+                tracing::warn!("{self}");
             }
         }
     }
@@ -133,9 +151,7 @@ pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError>
     for record in found.records {
         shards.push(take_over_shard(&context, &table, record, &mut adopted));
     }
-    for one in &adopted {
-        tracing::warn!(shard = one.shard, "{}", one.outcome);
-    }
+    adopted.iter().for_each(Adopted::say);
     Ok(Started {
         context,
         shards,
