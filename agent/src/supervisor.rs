@@ -122,6 +122,11 @@ pub enum SupervisorError {
     Locked {
         path: PathBuf,
     },
+    /// What should be its lock is none.
+    NotLockable {
+        path: PathBuf,
+        source: io::Error,
+    },
     Io {
         what: &'static str,
         source: io::Error,
@@ -136,9 +141,14 @@ impl fmt::Display for SupervisorError {
                 let path = path.display();
                 write!(
                     f,
-                    "another agent runs with this state directory: it holds `{path}`"
+                    "another agent runs with this state directory: it holds `{path}`; stop that one, or give this one a `--state` of its own"
                 )
             }
+            SupervisorError::NotLockable { path, source } => write!(
+                f,
+                "the state directory can't be locked by `{}`: {source}; it is to be a plain file that this user may write",
+                path.display()
+            ),
             SupervisorError::Io { what, source } => write!(f, "{what}: {source}"),
         }
     }
@@ -149,7 +159,9 @@ impl std::error::Error for SupervisorError {
         match self {
             SupervisorError::Store(error) => Some(error),
             SupervisorError::Locked { .. } => None,
-            SupervisorError::Io { source, .. } => Some(source),
+            SupervisorError::NotLockable { source, .. } | SupervisorError::Io { source, .. } => {
+                Some(source)
+            }
         }
     }
 }

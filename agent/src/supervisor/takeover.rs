@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -325,14 +326,16 @@ fn set_aside(file: SetAside) -> Adopted {
 }
 
 fn lock(path: &Path) -> Result<StateLock, SupervisorError> {
-    let failed = |source: io::Error| SupervisorError::Io {
-        what: "the state directory can't be locked",
+    let failed = |source: io::Error| SupervisorError::NotLockable {
+        path: path.to_owned(),
         source,
     };
     let open = OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(false)
+        // What else may lie there: a pipe, at which the start would wait for ever, or a link, which would have a file made elsewhere.
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW)
         .open(path);
     let mut file = open.map_err(failed)?;
     let deadline = Instant::now() + LOCK_WAIT_MAX;

@@ -1,13 +1,15 @@
 //! A restarted agent and what an earlier one left: taken over, killed, or left alone, and said.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use llmgw_agent::process_id::ProcessId;
 use llmgw_agent::supervisor::{Outcome, Supervisor, SupervisorError, cgroup};
 use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::stat::Mode;
+use nix::unistd::{Pid, mkfifo};
 use serde_json::json;
 
 use crate::harness::{
@@ -285,6 +287,32 @@ async fn two_agents_never_share_a_state_directory() {
         panic!("it started");
     };
     assert_eq!(path, node.options.state_dir.join("lock"));
+}
+
+#[tokio::test]
+async fn a_lock_that_is_a_pipe_or_leads_elsewhere_is_refused_by_name() {
+    for (make, cause) in [
+        (
+            (|lock| mkfifo(lock, Mode::S_IRWXU).unwrap()) as fn(&Path),
+            "No such device or address (os error 6)",
+        ),
+        (
+            |lock| symlink(lock.with_file_name("elsewhere"), lock).unwrap(),
+            "Too many levels of symbolic links (os error 40)",
+        ),
+    ] {
+        let directory = Directory::new();
+        let lock = directory.0.join("lock");
+        make(&lock);
+        let started = Supervisor::start(options(&directory.0)).await;
+        let said = started.err().unwrap().to_string();
+        let expected = format!(
+            "the state directory can't be locked by `{}`: {cause}; it is to be a plain file that this user may write",
+            lock.display()
+        );
+        assert_eq!(said, expected);
+        assert!(!directory.0.join("elsewhere").exists());
+    }
 }
 
 #[tokio::test]
