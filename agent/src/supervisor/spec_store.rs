@@ -263,7 +263,10 @@ impl SpecStore {
                 .find(|target| !target.exists())
                 .ok_or(io::ErrorKind::AlreadyExists)?;
             fs::rename(directory, &target)?;
-            keep_newest(&aside)?;
+            if let Err(error) = keep_newest(&aside) {
+                let aside = aside.display();
+                tracing::warn!(%error, "older files in `{aside}` can't be removed");
+            }
             Ok(target)
         };
         let kept_as = moved().ok();
@@ -305,7 +308,10 @@ pub fn shard_of(name: &str) -> String {
 }
 
 fn read(file: &Path) -> Result<Record, String> {
-    let bytes = regular::read(file, RECORD_MAX_BYTES).map_err(|error| error.to_string())?;
+    let bytes = regular::read(file, RECORD_MAX_BYTES + 1).map_err(|error| error.to_string())?;
+    if bytes.len() as u64 > RECORD_MAX_BYTES {
+        return Err(format!("it is larger than {RECORD_MAX_BYTES} bytes"));
+    }
     #[derive(Deserialize)]
     struct Version {
         version: u32,
@@ -344,7 +350,11 @@ fn keep_newest(aside: &Path) -> io::Result<()> {
     kept.sort();
     let surplus = kept.len().saturating_sub(SET_ASIDE_MAX);
     for (_, path) in kept.drain(..surplus) {
-        fs::remove_dir_all(path)?;
+        // What lay among the shards' directories need not have been one.
+        match fs::symlink_metadata(&path)?.is_dir() {
+            true => fs::remove_dir_all(path)?,
+            false => fs::remove_file(path)?,
+        }
     }
     Ok(())
 }

@@ -105,6 +105,36 @@ fn a_file_that_is_cut_off_at_any_byte_is_set_aside_and_the_others_are_read() {
 }
 
 #[test]
+fn what_is_no_directory_is_set_aside_too_and_the_oldest_of_it_deleted() {
+    let state = state_dir("strange");
+    let store = SpecStore::open(&state).unwrap();
+    for number in 0..SET_ASIDE_MAX + 3 {
+        let file = state.join(format!("shards/file-{number}"));
+        fs::write(&file, "no shard").unwrap();
+        let found = store.load().unwrap();
+        let kept = found.set_aside[0].kept_as.as_ref();
+        assert_eq!(fs::read(kept.unwrap()).unwrap(), b"no shard", "{number}");
+    }
+    let kept = fs::read_dir(state.join("set-aside")).unwrap().count();
+    assert_eq!(kept, SET_ASIDE_MAX);
+    fs::remove_dir_all(state).unwrap();
+}
+
+#[test]
+fn a_record_that_is_larger_than_any_can_be_says_so() {
+    let state = state_dir("large");
+    let store = SpecStore::open(&state).unwrap();
+    store.save(&record("m/0/0")).unwrap();
+    let file = File::options()
+        .write(true)
+        .open(state.join("shards/m%2f0%2f0/shard.json"));
+    file.unwrap().set_len(RECORD_MAX_BYTES + 1).unwrap();
+    let cause = &store.load().unwrap().set_aside[0].cause;
+    assert_eq!(cause, "it is larger than 4194304 bytes");
+    fs::remove_dir_all(state).unwrap();
+}
+
+#[test]
 fn a_file_of_another_version_or_shard_or_no_file_at_all_says_so() {
     let state = state_dir("odd");
     let store = SpecStore::open(&state).unwrap();
