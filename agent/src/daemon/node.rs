@@ -10,7 +10,7 @@ use llmgw_proto::inventory::{Gpus, Inventory};
 use tokio::time::{MissedTickBehavior, interval};
 
 use crate::config::AgentConfig;
-use crate::inventory::gpu::{GpuSources, GpuWatch, PROBE_INTERVAL, log_sources};
+use crate::inventory::gpu::{GpuSources, GpuWatch, PROBE_INTERVAL};
 use crate::inventory::{self, Sources, network};
 use crate::session::InventorySource;
 use crate::supervisor::Supervisor;
@@ -42,7 +42,6 @@ impl Node {
             }
             watch.changed().await;
         };
-        log_sources(&gpus);
         let inventory = look(sources.clone(), gpus).await?;
         Ok(Arc::new(Node {
             sources,

@@ -26,4 +26,4 @@ pub mod watch;
 pub use assemble::missing_from_driver;
 pub use probe::{ProbeArguments, probe_main};
 pub use prober::{GpuSources, PROBE_DEADLINE, probe_once};
-pub use watch::{GpuWatch, PROBE_INTERVAL, log_sources};
+pub use watch::{GpuWatch, PROBE_INTERVAL};

@@ -166,7 +166,7 @@ fn log_change(before: Option<&Gpus>, now: &Gpus) {
 }
 
 /// Tells the log which source answered and why others did not.
-pub fn log_sources(gpus: &Gpus) {
+fn log_sources(gpus: &Gpus) {
     for failure in &gpus.passed_over {
         let help = failure.help.as_deref().unwrap_or_default();
         match gpus.driver {
