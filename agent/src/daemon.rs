@@ -99,7 +99,8 @@ const PORTS_DEFAULT: PortRange = PortRange {
     first: 21_000,
     last: 21_999,
 };
-/// A dead link is found out within 10 s, as on the server with its default heartbeat.
+/// A dead link is found out within 10 s, as on the server with its default heartbeat. The same with any other: how long this end may
+/// take is no matter of how often the server wants to hear.
 const KEEP_ALIVE: KeepAlive = KeepAlive {
     interval: Duration::from_secs(5),
     timeout: Duration::from_secs(5),
