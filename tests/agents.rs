@@ -357,3 +357,19 @@ fn what_an_agent_cannot_start_with_is_said_with_what_would_be_right() {
         assert_eq!(agent.ends().code(), Some(2), "{arguments:?}");
     }
 }
+
+#[test]
+fn an_agent_without_engines_says_so_and_one_without_a_state_directory_does_not_start() {
+    let directory = Directory::new();
+    let state = directory.write("state", "in the way");
+    let state = state.to_str().unwrap();
+    let mut agent = Llmgw::start(&["agent", "--server", "http://127.0.0.1:1", "--state", state]);
+    agent.says(&[
+        "no engine can be started here: name those that may be, in `engines` of agent.yaml",
+    ]);
+    agent.says(&[
+        &format!("the state directory `{state}` can't be made"),
+        "name another one with `--state`",
+    ]);
+    assert_eq!(agent.ends().code(), Some(1));
+}

@@ -86,6 +86,11 @@ pub enum DaemonError {
     Usage(String),
     Enrolment(NotEnrolled),
     Supervisor(SupervisorError),
+    /// There is no state directory, and none can be made.
+    State {
+        path: PathBuf,
+        source: std::io::Error,
+    },
     Start(&'static str, std::io::Error),
     /// Something that runs as long as the agent does ended before it.
     Lost {
@@ -172,6 +177,11 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
     if server.is_tls && enrolling.is_none() {
         check_tls(&server, &node, config.tls.as_ref())?;
     }
+    if config.engines.is_empty() {
+        tracing::warn!(
+            "no engine can be started here: name those that may be, in `engines` of agent.yaml"
+        );
+    }
     config.server = Some(server.to_string());
     config.node = Some(node.clone());
     config.advertise = arguments.advertise.or(config.advertise);
@@ -222,8 +232,10 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
         );
     }
     let models_dir = models_dir(&setup.config)?;
-    std::fs::create_dir_all(&setup.state)
-        .map_err(|error| DaemonError::Start("the state directory", error))?;
+    std::fs::create_dir_all(&setup.state).map_err(|source| DaemonError::State {
+        path: setup.state.clone(),
+        source,
+    })?;
     let starting = async {
         let node = Node::start(&setup.config)
             .await
@@ -426,6 +438,7 @@ impl DaemonError {
             DaemonError::Config(_) | DaemonError::Usage(_) => 2,
             DaemonError::Enrolment(_)
             | DaemonError::Supervisor(_)
+            | DaemonError::State { .. }
             | DaemonError::Start(..)
             | DaemonError::Lost { .. } => 1,
         }
@@ -439,6 +452,11 @@ impl fmt::Display for DaemonError {
             DaemonError::Usage(text) => f.write_str(text),
             DaemonError::Enrolment(why) => why.fmt(f),
             DaemonError::Supervisor(error) => error.fmt(f),
+            DaemonError::State { path, source } => write!(
+                f,
+                "the state directory `{}` can't be made: {source}; name another one with `--state`",
+                path.display()
+            ),
             DaemonError::Start(what, error) => write!(f, "{what}: {error}"),
             DaemonError::Lost { task, cause } => write!(
                 f,
