@@ -269,6 +269,7 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
     let mut tasks = Tasks {
         session: held,
         looks,
+        shard_lost: supervisor.lost(),
     };
     if !is_asked && let Err(lost) = tasks.until_asked(&mut stop).await {
         supervisor.shutdown(setup.stop_engines).await;

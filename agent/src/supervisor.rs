@@ -42,6 +42,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use llmgw_proto::shard::{LogLine, NOT_GONE, ShardSpec, ShardState, ShardStatus};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use board::StatusChanges;
@@ -248,6 +249,11 @@ impl Supervisor {
     /// Changes from now on. However slow the reader is, it gets the latest status of each shard, and nothing queues up.
     pub fn status(&self) -> StatusChanges {
         self.context.board.changes()
+    }
+
+    /// Cancelled once the task of a shard has panicked. Its engine runs, and only another supervisor can take it over.
+    pub fn lost(&self) -> CancellationToken {
+        self.context.lost.clone()
     }
 
     /// Starts a shard. One that runs already with the same spec stays as it is. With another spec it is refused, as a failed

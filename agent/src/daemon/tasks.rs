@@ -1,15 +1,18 @@
-//! The two tasks that an agent has for as long as it runs: without either of them it would be a node that nobody can reach.
+//! What an agent can't go on without: the tasks that it has for as long as it runs, and those of its shards.
 
 use tokio::task::{JoinError, JoinHandle};
+use tokio_util::sync::CancellationToken;
 
 use super::{DaemonError, Stop};
 
-/// Both end with their owner.
+/// Its own two end with their owner.
 pub(super) struct Tasks {
     /// Holds the session with the server; ends once it was told to.
     pub(super) session: JoinHandle<()>,
     /// Looks at the node again and again, and never ends.
     pub(super) looks: JoinHandle<()>,
+    /// Cancelled where a shard's task panicked.
+    pub(super) shard_lost: CancellationToken,
 }
 
 impl Tasks {
@@ -22,6 +25,10 @@ impl Tasks {
             () = stop.asked() => return Ok(()),
             ended = &mut self.session => ("the session with the server", ended),
             ended = &mut self.looks => ("the look at the node", ended),
+            () = self.shard_lost.cancelled() => {
+                let cause = "it panicked, as is said above".to_owned();
+                return Err(DaemonError::Lost { task: "the task of a shard", cause });
+            }
         };
         let cause = ended.err().as_ref().map(JoinError::to_string);
         Err(DaemonError::Lost {
@@ -42,8 +49,6 @@ impl Drop for Tasks {
 mod tests {
     use std::future::pending;
 
-    use tokio_util::sync::CancellationToken;
-
     use super::*;
 
     async fn until_asked(
@@ -54,6 +59,7 @@ mod tests {
         let mut tasks = Tasks {
             session: tokio::spawn(session),
             looks: tokio::spawn(looks),
+            shard_lost: CancellationToken::new(),
         };
         let mut stop = Stop::Once(Some(asked.clone()));
         let waited = tasks.until_asked(&mut stop).await;
@@ -88,5 +94,21 @@ mod tests {
         let asked = CancellationToken::new();
         asked.cancel();
         assert_eq!(until_asked(pending(), pending(), &asked).await, Ok(()));
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_lost_the_task_of_a_shard_ends() {
+        let mut tasks = Tasks {
+            session: tokio::spawn(pending()),
+            looks: tokio::spawn(pending()),
+            shard_lost: CancellationToken::new(),
+        };
+        tasks.shard_lost.cancel();
+        let lost = tasks.until_asked(&mut Stop::Once(None)).await.unwrap_err();
+        let said = lost.to_string();
+        assert!(
+            said.starts_with("the task of a shard ended: it panicked"),
+            "{said}"
+        );
     }
 }

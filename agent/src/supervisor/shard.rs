@@ -44,6 +44,19 @@ pub struct Context {
     /// The machine's clock begins here.
     pub epoch: Instant,
     pub cancel: CancellationToken,
+    /// A shard's task panicked: nobody looks after its processes.
+    pub lost: CancellationToken,
+}
+
+/// Held by a shard's task; tells where it panics.
+struct Watch(CancellationToken);
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.cancel();
+        }
+    }
 }
 
 /// What the supervisor keeps of a shard beside its task.
@@ -177,6 +190,7 @@ impl ShardTask {
 
     /// Lives until the shard is over, or the agent ends.
     pub async fn run(mut self) {
+        let _watch = Watch(self.context.lost.clone());
         let mut actions = std::mem::take(&mut self.first);
         let mut reads = tokio::time::interval(self.context.options.pace.read_output);
         reads.set_missed_tick_behavior(MissedTickBehavior::Skip);

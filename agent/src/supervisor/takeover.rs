@@ -142,6 +142,7 @@ pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError>
         board: Board::default(),
         epoch: Instant::now(),
         cancel: CancellationToken::new(),
+        lost: CancellationToken::new(),
     });
     let mut adopted = found.set_aside.into_iter().map(set_aside).collect();
     let proc = &context.options.proc_root;

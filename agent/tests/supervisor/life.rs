@@ -3,10 +3,13 @@
 use std::fs;
 use std::path::PathBuf;
 
+use llmgw_agent::supervisor::StartInstant;
 use llmgw_agent::supervisor::launch::KEPT_VARIABLES;
 use llmgw_proto::shard::{ApiKey, Exit, ShardSpec, ShardState, WaitFor};
 
-use crate::harness::{Node, command, engine, eventually, free_port, recorded_pids, script, silent};
+use crate::harness::{
+    Node, PATIENCE, command, engine, eventually, free_port, recorded_pids, script, silent,
+};
 
 const SHARD: &str = "m/0/0";
 
@@ -381,4 +384,22 @@ async fn the_agents_own_processes_are_known() {
             .unwrap()
             .contains(&node.pid(SHARD))
     );
+}
+
+#[tokio::test]
+async fn the_panic_of_a_shards_task_is_told_and_the_next_agent_goes_on_with_the_shard() {
+    let mut node = Node::with(|options| {
+        options.at = Some(|instant| assert_ne!(instant, StartInstant::Confirmed));
+    })
+    .await;
+    node.supervisor.start_shard(engine(SHARD, &[]));
+    let lost = node.supervisor.lost();
+    tokio::time::timeout(PATIENCE, lost.cancelled())
+        .await
+        .expect("it is told");
+    node.supervisor.shutdown(false).await;
+    node.options.at = None;
+    node.start_again().await;
+    node.until_state(SHARD, ShardState::Ready).await;
+    assert!(!node.supervisor.lost().is_cancelled());
 }
