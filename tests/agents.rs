@@ -335,6 +335,9 @@ fn a_server_that_was_killed_is_found_again_and_an_agent_that_leaves_says_goodbye
 fn what_an_agent_cannot_start_with_is_said_with_what_would_be_right() {
     let directory = Directory::new();
     let broken = directory.write("broken.yaml", "ports: many\n");
+    let files = "tls: {ca: ca.pem, cert: agent.pem, key: agent-key.pem}";
+    let unused = format!("server: http://127.0.0.1:1\nallow_plaintext: true\n{files}\n");
+    let unused = directory.write("unused.yaml", &unused);
     for (arguments, said) in [
         (&[][..], "no server is named"),
         (&["--server", "ctl.example:8443"], "is not a server"),
@@ -345,6 +348,14 @@ fn what_an_agent_cannot_start_with_is_said_with_what_would_be_right() {
         (
             &["--server", "http://127.0.0.1:1", "--node", "a b"],
             "`a b` is not a node id",
+        ),
+        (
+            &["--server", "http://192.0.2.1:8443", "--node", "a"],
+            "write `server: https://192.0.2.1:8443` with `tls`, or `allow_plaintext: true` into agent.yaml",
+        ),
+        (
+            &["--config", unused.to_str().unwrap()],
+            "write `server: https://127.0.0.1:1`, or take `tls` out",
         ),
         (
             &["--config", broken.to_str().unwrap()],

@@ -121,7 +121,10 @@ fn start_server(directory: &Directory, case: &Case<'_>) -> Process {
 }
 
 fn start_agent(directory: &Directory, node: &str, url: &str) -> Process {
-    let text = "tls: {ca: agent-ca.pem, cert: agent.pem, key: agent-key.pem}\n";
+    let text = match url.starts_with("https://") {
+        true => "tls: {ca: agent-ca.pem, cert: agent.pem, key: agent-key.pem}\n",
+        false => "labels: {}\n",
+    };
     let config = directory.write("agent.yaml", text);
     let mut command = llmgw();
     command.args(["agent", "--node", node, "--server", url]);

@@ -36,6 +36,8 @@ pub struct AgentConfig {
     /// What engines may listen on.
     pub ports: Option<PortRange>,
     pub tls: Option<AgentTls>,
+    /// A server off this machine may be dialled without TLS.
+    pub allow_plaintext: bool,
     /// The allow-list, by engine: all that this node starts.
     pub engines: BTreeMap<String, EngineEntry>,
     /// Where a `source` that is a relative path is found.
@@ -64,13 +66,14 @@ const KIND: Kind = Kind {
     least: "write e.g. `server: https://ctl.example:8443`, or leave `--config` out",
 };
 
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 12] = [
     "server",
     "node",
     "advertise",
     "state",
     "ports",
     "tls",
+    "allow_plaintext",
     "labels",
     "fabrics",
     "socket_interface",
@@ -148,6 +151,10 @@ fn decode(report: &mut Report<'_>, root: &Node, directory: &Path) -> AgentConfig
         tls: fields
             .get("tls")
             .and_then(|field| tls(report, &field, directory)),
+        allow_plaintext: fields
+            .get("allow_plaintext")
+            .and_then(|field| report.boolean(&field))
+            .unwrap_or(false),
         engines: fields
             .get("engines")
             .map(|field| engines(report, &field, directory))

@@ -6,6 +6,7 @@ mod drain;
 mod host;
 mod local;
 mod node;
+mod plaintext;
 mod tasks;
 
 use std::fmt;
@@ -168,6 +169,11 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
     let state = arguments.state.or_else(|| config.state.clone());
     let state = state.unwrap_or_else(|| PathBuf::from(STATE_DEFAULT));
     let given = arguments.enroll.filter(|given| !given.is_empty());
+    // An enrolment says by itself that it needs TLS.
+    if given.is_none() {
+        plaintext::check(&server, config.tls.is_some(), config.allow_plaintext)
+            .map_err(|why| DaemonError::Usage(why.to_string()))?;
+    }
     config.tls = tls_files(config.tls, &state, given.is_some());
     let enrolling = match (&given, &config.tls) {
         (Some(given), Some(files)) => Enrolling::plan(given, &server, &node, files, Moment::now())

@@ -233,6 +233,7 @@ impl Fleet {
         let last = first + PORTS_IN_A_ROW_MAX - 1;
         let tls = match &self.authority {
             Some(_) => format!("tls: {{ca: ca.pem, cert: {node}.pem, key: {node}-key.pem}}\n"),
+            None if self.net.is_some() => "allow_plaintext: true\n".to_owned(),
             None => String::new(),
         };
         let engines = stand_in::engines(&self.dir, node, program);

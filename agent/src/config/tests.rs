@@ -10,6 +10,7 @@ advertise: 10.0.0.11
 state: /var/lib/llmgw
 ports: 21000-21999
 tls: {ca: ca.pem, cert: agent.pem, key: agent-key.pem}
+allow_plaintext: true
 labels: {rack: r1, zone: a}
 fabrics: [{name: ib-east, adapters: [mlx5_0, mlx5_1]}]
 socket_interface: eth0
@@ -50,6 +51,7 @@ fn the_whole_example_is_read() {
         Path::new("agent.pem"),
         "beside the file"
     );
+    assert!(config.allow_plaintext);
     let vllm = &config.engines["vllm"];
     assert_eq!(vllm.commands["ray"], Path::new("/opt/vllm/bin/ray"));
     assert_eq!(vllm.env["HF_HOME"], "/models");
@@ -138,6 +140,10 @@ fn each_problem_has_its_line_its_path_and_what_would_be_right() {
         (
             "tls: {ca: ca.pem, cert: agent.pem}",
             "1:6: tls: has no `key`|help: write `key: FILE.pem`",
+        ),
+        (
+            "allow_plaintext: 1",
+            "1:18: allow_plaintext: expected `true` or `false`, found the number `1`|help: write `true` or `false`",
         ),
         (
             "engines: {vllm: {env: {A: b}}}",
