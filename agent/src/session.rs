@@ -257,8 +257,11 @@ impl Session {
                 opened = &mut opening => opened,
                 ended = serving.run(stop) => match ended {
                     Ended::Stopped => return Err(Ended::Stopped),
-                    // The server ends the old one as soon as the new one is there.
-                    ended => Ok(opening.await.map_err(|_| ended)?),
+                    // The server ends the old one as soon as the new one is there. Nobody else listens to `stop` meanwhile.
+                    ended => tokio::select! {
+                        opened = &mut opening => Ok(opened.map_err(|_| ended)?),
+                        () = stop.cancelled() => return Err(Ended::Stopped),
+                    },
                 },
             }
         };

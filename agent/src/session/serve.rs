@@ -132,7 +132,10 @@ impl<'a> Serving<'a> {
                 Step::Sent { is_open: true } => None,
                 Step::Sent { is_open: false } => {
                     // Why, is heard from the other half; where that says nothing, the stream has ended all the same.
-                    let last = timeout(self.session.options.patience, self.heard.next()).await;
+                    let last = tokio::select! {
+                        last = timeout(self.session.options.patience, self.heard.next()) => last,
+                        () = stop.cancelled() => return Ended::Stopped,
+                    };
                     Some(last.map_or_else(|_| ended(Heard::End), ended))
                 }
                 Step::Heard(heard) => self.hear(heard),

@@ -240,6 +240,32 @@ async fn a_renewed_certificate_that_the_server_refuses_costs_no_session() {
     running.ends().await;
 }
 
+/// The old session ends while the new one waits for a welcome that does not come.
+#[tokio::test]
+async fn an_agent_that_is_told_to_stop_between_two_sessions_waits_for_neither() {
+    const NEVER: Duration = Duration::from_secs(3_600);
+    // Enough for whatever has been sent to be read.
+    const TURNS: usize = 10_000;
+    let authority = Authority::new("fleet");
+    let (mut server, mut shown) = server(&authority, &["127.0.0.1"]).await;
+    let files = Files::of(&authority, &authority.agent("gpu-01"));
+    let (node, _asked) = Node::new();
+    let mut session = agent(server.address, &files, &node, Duration::from_millis(20));
+    Arc::get_mut(&mut session).unwrap().options.patience = NEVER;
+    let running = Running::start(session);
+    let (old, _) = server.welcomed(60_000).await;
+    shown.recv().await.unwrap();
+    authority.agent("gpu-01").write(&files.0, "agent");
+    let (_new, _) = server.registered().await;
+    old.say(ServerMessage::Leaving("the server stops".to_owned()))
+        .await;
+    for _ in 0..TURNS {
+        tokio::task::yield_now().await;
+    }
+    running.stop.cancel();
+    running.ends().await;
+}
+
 #[tokio::test]
 async fn files_that_can_not_be_used_are_named_and_tried_again() {
     let authority = Authority::new("fleet");
