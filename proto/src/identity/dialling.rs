@@ -40,6 +40,13 @@ pub enum ConnectProblem {
         certificate: Box<Certificate>,
         problem: CertificateProblem,
     },
+    /// Its certificate is of another authority than the one that is pinned.
+    OtherThanPinned {
+        certificate: Box<Certificate>,
+        /// The authority's certificate, where the server sent it along.
+        shown: Option<Fingerprint>,
+        pinned: Fingerprint,
+    },
     /// Its certificate can't be read, or its chain is too long.
     Unreadable(String),
     /// What answers speaks no TLS.
@@ -183,9 +190,19 @@ impl Judging {
                 Err(why) => Err(CertificateProblem::Invalid(why.0)),
             },
         };
-        judged.map_err(|problem| ConnectProblem::Certificate {
-            certificate: Box::new(certificate),
-            problem,
+        let certificate = Box::new(certificate);
+        judged.map_err(|problem| match (problem, &self.trusted) {
+            (CertificateProblem::UnknownAuthority { shown, .. }, Trusted::Pinned(pinned)) => {
+                ConnectProblem::OtherThanPinned {
+                    certificate,
+                    shown,
+                    pinned: *pinned,
+                }
+            }
+            (problem, _) => ConnectProblem::Certificate {
+                certificate,
+                problem,
+            },
         })
     }
 
@@ -251,6 +268,7 @@ impl ConnectProblem {
             ConnectProblem::NoHost(_)
             | ConnectProblem::Own(_)
             | ConnectProblem::Certificate { .. }
+            | ConnectProblem::OtherThanPinned { .. }
             | ConnectProblem::Unreadable(_) => true,
             ConnectProblem::Alerted(alert) => is_about_a_certificate(*alert),
             ConnectProblem::NoTls | ConnectProblem::HungUp | ConnectProblem::Io(_) => false,
@@ -269,6 +287,7 @@ impl ConnectProblem {
                 CertificateProblem::WrongHost { .. } => CertificateError::NotValidForName,
                 CertificateProblem::Invalid(_) => other(self),
             },
+            ConnectProblem::OtherThanPinned { .. } => CertificateError::UnknownIssuer,
             other_problem => other(other_problem),
         };
         Error::InvalidCertificate(why)
@@ -316,6 +335,11 @@ impl fmt::Display for ConnectProblem {
                 certificate,
                 problem,
             } => f.write_str(&of_server(certificate, problem)),
+            ConnectProblem::OtherThanPinned {
+                certificate,
+                shown,
+                pinned,
+            } => of_another(f, certificate, shown.as_ref(), pinned),
             ConnectProblem::Unreadable(why) => {
                 write!(f, "the server's certificate can't be read: {why}")
             }
@@ -331,6 +355,29 @@ impl fmt::Display for ConnectProblem {
             ConnectProblem::Io(error) => write!(f, "the TLS handshake: {error}"),
         }
     }
+}
+
+/// A pin is part of a token: there is no file on this node to put right.
+fn of_another(
+    f: &mut fmt::Formatter<'_>,
+    certificate: &Certificate,
+    shown: Option<&Fingerprint>,
+    pinned: &Fingerprint,
+) -> fmt::Result {
+    let issuer = self::shown(&certificate.issuer);
+    write!(
+        f,
+        "the token names the authority {pinned}, and the server's certificate was issued by `{issuer}`"
+    )?;
+    match shown {
+        Some(shown) => write!(f, " ({shown})")?,
+        None => f.write_str(" (whose certificate was not sent)")?,
+    }
+    f.write_str(
+        ": it is another server, or its certificate is of another authority than it enrols for; \
+         make a new token with `llmgw ctl cert token` at this server, \
+         or a new server.pem with `llmgw ctl cert server --ca DIR`, DIR being of the token's authority",
+    )
 }
 
 impl std::error::Error for ConnectProblem {}

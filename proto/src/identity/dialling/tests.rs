@@ -158,9 +158,16 @@ async fn a_pinned_authority_is_found_in_what_the_server_sends_and_no_other_one_w
 
     let pin = Trust::Pinned(Fingerprint::of(&other.der));
     let (dialled, _) = handshake(&server, "localhost", &pin, None).await;
-    let said = dialled.unwrap_err().to_string();
-    let sent = Fingerprint::of(&fleet.der).to_string();
-    assert!(said.contains(&sent), "{said}");
+    let problem = dialled.unwrap_err();
+    assert!(problem.needs_a_person());
+    let said = problem.to_string();
+    let (sent, pinned) = (Fingerprint::of(&fleet.der), Fingerprint::of(&other.der));
+    let both = format!(
+        "the token names the authority {pinned}, and the server's certificate was issued by `CN=fleet` ({sent})"
+    );
+    assert!(said.starts_with(&both), "{said}");
+    assert!(said.contains("make a new token"), "{said}");
+    assert!(!said.contains("ca.pem"), "the node has none: {said}");
 
     // The pinned authority's certificate alone, sent by a stranger, proves nothing.
     let mut stranger = identity(&other.issue(&leaf()));
@@ -168,7 +175,8 @@ async fn a_pinned_authority_is_found_in_what_the_server_sends_and_no_other_one_w
     let server = AgentsTls::new(stranger, None).unwrap();
     let pin = Trust::Pinned(Fingerprint::of(&fleet.der));
     let (dialled, _) = handshake(&server, "localhost", &pin, None).await;
-    assert!(matches!(dialled, Err(ConnectProblem::Certificate { .. })));
+    let said = dialled.unwrap_err().to_string();
+    assert!(said.starts_with("the token names the authority "), "{said}");
     // Nor is the authority itself a server.
     let (chain, leaf) = (vec![fleet.der.clone().into()], Fingerprint::of(&fleet.der));
     let judge = ServerJudge::pinned(&chain, leaf).unwrap().unwrap();
