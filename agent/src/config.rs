@@ -11,7 +11,7 @@ use llmgw_proto::document::problem::Place;
 use llmgw_proto::document::read::{Field, Fields, Report};
 use llmgw_proto::document::yaml::{self, Node};
 use llmgw_proto::document::{ConfigErrors, Kind};
-use llmgw_proto::session::PortRange;
+use llmgw_proto::session::{NODE_ID_MAX_BYTES, PortRange, is_node_id};
 
 use crate::inventory::fabrics::FabricLabel;
 use crate::inventory::network::host_and_port;
@@ -274,9 +274,8 @@ fn server(report: &mut Report<'_>, field: &Field<'_>) -> Option<String> {
 /// A node's id is a name in certificates and in commands.
 fn node(report: &mut Report<'_>, field: &Field<'_>) -> Option<String> {
     let text = report.text(field)?;
-    let is_name = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if !text.chars().all(is_name) {
-        let right = "write letters, digits, `.`, `_` and `-`";
+    if !is_node_id(&text) {
+        let right = format!("write at most {NODE_ID_MAX_BYTES} letters, digits, `.`, `_` and `-`");
         report.add(&field.place, format!("`{text}` is not a node id"), right);
         return None;
     }

@@ -20,7 +20,7 @@ use clap::Args;
 use llmgw_proto::document::ConfigErrors;
 use llmgw_proto::identity::Moment;
 use llmgw_proto::link::KeepAlive;
-use llmgw_proto::session::PortRange;
+use llmgw_proto::session::{NODE_ID_MAX_BYTES, PortRange, is_node_id};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -113,8 +113,6 @@ const KEEP_ALIVE: KeepAlive = KeepAlive {
 };
 /// For each step of an attempt to connect.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A node's id is a name in certificates and in commands.
-const NODE_ID_MAX_BYTES: usize = 64;
 /// How long the end of the process waits for threads that hang in a system call.
 const EXIT_WAIT_MAX: Duration = Duration::from_millis(200);
 
@@ -160,10 +158,10 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
         Some(node) => node,
         None => host_name().map_err(|error| DaemonError::Start("the host name", error))?,
     };
-    let is_id = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if node.is_empty() || node.len() > NODE_ID_MAX_BYTES || !node.chars().all(is_id) {
+    if !is_node_id(&node) {
         let wrong = format!("`{node}` is not a node id");
-        let right = "give `--node` at most 64 letters, digits, `.`, `_` and `-`";
+        let right =
+            format!("give `--node` at most {NODE_ID_MAX_BYTES} letters, digits, `.`, `_` and `-`");
         return Err(DaemonError::Usage(format!("{wrong}; {right}")));
     }
     let state = arguments.state.or_else(|| config.state.clone());

@@ -83,7 +83,11 @@ fn each_problem_has_its_line_its_path_and_what_would_be_right() {
         ),
         (
             "node: a b",
-            "1:7: node: `a b` is not a node id|help: write letters, digits, `.`, `_` and `-`",
+            "1:7: node: `a b` is not a node id|help: write at most 64 letters, digits, `.`, `_` and `-`",
+        ),
+        (
+            "node: nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn",
+            "1:7: node: `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn` is not a node id|help: write at most 64 letters, digits, `.`, `_` and `-`",
         ),
         (
             "labels: {rack: 1}",
