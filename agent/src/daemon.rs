@@ -30,7 +30,7 @@ pub use self::local::{LocalAgent, run_local};
 use self::node::Node;
 use self::tasks::Tasks;
 use crate::config::{self, AgentConfig, AgentTls};
-use crate::enrolment::{Enrolling, Manners, NotEnrolled, TokenArgument, in_state};
+use crate::enrolment::{Enrolling, Keeper, Manners, NotEnrolled, TokenArgument, in_state};
 use crate::session::credentials::LOOK_EVERY;
 use crate::session::dial::ServerUrl;
 use crate::session::{Session, SessionOptions};
@@ -172,10 +172,16 @@ fn setup(arguments: DaemonArgs) -> Result<Setup, DaemonError> {
         plaintext::check(&server, config.tls.is_some(), config.allow_plaintext)
             .map_err(|why| DaemonError::Usage(why.to_string()))?;
     }
+    let keeper = match &config.tls {
+        Some(_) => Keeper::Operator,
+        None => Keeper::Agent,
+    };
     config.tls = tls_files(config.tls, &state, given.is_some());
     let enrolling = match (&given, &config.tls) {
-        (Some(given), Some(files)) => Enrolling::plan(given, &server, &node, files, Moment::now())
-            .map_err(|error| DaemonError::Usage(error.to_string()))?,
+        (Some(given), Some(files)) => {
+            Enrolling::plan(given, &server, &node, (files, keeper), Moment::now())
+                .map_err(|error| DaemonError::Usage(error.to_string()))?
+        }
         _ => None,
     };
     if server.is_tls && enrolling.is_none() {

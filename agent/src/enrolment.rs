@@ -23,7 +23,7 @@ use self::argument::NoTokenGiven;
 pub use self::argument::TokenArgument;
 use self::ask::NotAnswered;
 use self::files::Have;
-pub use self::files::in_state;
+pub use self::files::{Keeper, in_state};
 use crate::config::AgentTls;
 use crate::session::backoff::{Backoff, Outcome, unit};
 use crate::session::dial::ServerUrl;
@@ -34,6 +34,7 @@ pub struct Enrolling {
     server: ServerUrl,
     node: String,
     files: AgentTls,
+    keeper: Keeper,
     token: EnrolmentToken,
     /// There is a certificate, which still works without this.
     can_wait: bool,
@@ -79,7 +80,7 @@ impl Enrolling {
         given: &TokenArgument,
         server: &ServerUrl,
         node: &str,
-        files: &AgentTls,
+        (files, keeper): (&AgentTls, Keeper),
         now: Moment,
     ) -> Result<Option<Enrolling>, NoPlan> {
         if !server.is_tls {
@@ -98,7 +99,12 @@ impl Enrolling {
             Have::Certificate { days_left } => days_left >= 0,
             Have::Nothing => false,
         };
-        let token = match token_for(given, node) {
+        let usable = token_for(given, node).and_then(|token| {
+            // Before the token is used up.
+            files::lacks_authority(files, keeper, token.authority()).map_err(NoPlan::Files)?;
+            Ok(token)
+        });
+        let token = match usable {
             Ok(token) => token,
             Err(why) if can_wait => {
                 tracing::warn!("the certificate ends soon, and is not renewed: {why}");
@@ -110,6 +116,7 @@ impl Enrolling {
             server: server.clone(),
             node: node.to_owned(),
             files: files.clone(),
+            keeper,
             token,
             can_wait,
         }))
@@ -159,7 +166,7 @@ impl Enrolling {
                 }
             }
         };
-        let certificate = files::keep(&self.files, &enrolled, key, &self.token)?;
+        let certificate = files::keep(&self.files, self.keeper, &enrolled, key, &self.token)?;
         tracing::info!(
             "node `{}` is enrolled at {}: its certificate {} has serial {} and ends at {}",
             self.node,

@@ -37,6 +37,15 @@ pub fn in_state(state: &Path) -> AgentTls {
     }
 }
 
+/// Whose files they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keeper {
+    /// agent.yaml names them. An authority that is there was put there by somebody.
+    Operator,
+    /// They are [`in_state`]: nobody but an enrolment writes them.
+    Agent,
+}
+
 /// What is there. The error says what to do with files that are not this node's: none of them is written over.
 pub(super) fn look(files: &AgentTls, node: &str, now: Moment) -> Result<Have, String> {
     let cert = files.cert.display();
@@ -55,6 +64,33 @@ pub(super) fn look(files: &AgentTls, node: &str, now: Moment) -> Result<Have, St
     }
     let days_left = certificate.days_left(now);
     Ok(Have::Certificate { days_left })
+}
+
+/// Whether the token's authority is still to be written. The error says that the file is there, and whom it trusts instead.
+pub(super) fn lacks_authority(
+    files: &AgentTls,
+    keeper: Keeper,
+    authority: Fingerprint,
+) -> Result<bool, String> {
+    let found = fs::symlink_metadata(&files.ca);
+    if found.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+        return Ok(true);
+    }
+    let of = |known: &Certificate| known.fingerprint == authority;
+    let trusted = Authorities::load(&files.ca);
+    match (trusted, keeper) {
+        // Where it is among others already, those stay.
+        (Ok(trusted), _) if trusted.certificates.iter().any(of) => Ok(false),
+        (_, Keeper::Agent) => Ok(true),
+        (Err(problem), Keeper::Operator) => Err(format!(
+            "{problem}; it is not written over, move it away to enrol with this token"
+        )),
+        (Ok(_), Keeper::Operator) => Err(format!(
+            "{ca}: the token's authority, {authority}, is not among those in it, and it is not written over; \
+             add that authority's ca.pem to it, or move it away",
+            ca = files.ca.display()
+        )),
+    }
 }
 
 /// The node's key: the one that is there, or a new one, on disk when this returns.
@@ -84,12 +120,14 @@ pub(super) fn request(key: &PrivateKey, node: &str) -> Result<String, String> {
 /// Checks what the server answered, and keeps it: when this returns it survives a power cut.
 pub(super) fn keep(
     files: &AgentTls,
+    keeper: Keeper,
     enrolled: &Enrolled,
     key: PrivateKey,
     token: &EnrolmentToken,
 ) -> Result<Certificate, String> {
     let certificate = checked(enrolled, key, token)
         .map_err(|why| format!("the server's answer can't be used: {why}"))?;
+    let lacks_authority = lacks_authority(files, keeper, token.authority())?;
     let keeping = || -> Result<(), FileProblem> {
         for path in [&files.ca, &files.cert] {
             if let Some(directory) = path.parent().filter(|parent| *parent != Path::new("")) {
@@ -101,19 +139,16 @@ pub(super) fn keep(
             text: text.to_owned(),
             mode: CERTIFICATE_MODE,
         };
-        // Where it is among others already, those stay.
-        if !trusts(&files.ca, token.authority()) {
-            replace(&new(&files.ca, &enrolled.authority))?;
+        let authority = new(&files.ca, &enrolled.authority);
+        match (lacks_authority, keeper) {
+            (false, _) => {}
+            (true, Keeper::Operator) => place(&[authority])?,
+            (true, Keeper::Agent) => replace(&authority)?,
         }
         replace(&new(&files.cert, &enrolled.certificate))
     };
     keeping().map_err(|problem| problem.to_string())?;
     Ok(certificate)
-}
-
-fn trusts(file: &Path, authority: Fingerprint) -> bool {
-    let of = |known: &Certificate| known.fingerprint == authority;
-    Authorities::load(file).is_ok_and(|known| known.certificates.iter().any(of))
 }
 
 /// The certificate, if it is for this node and this key, and of the authority that the token names.

@@ -47,6 +47,7 @@ fn given(token: &EnrolmentToken) -> TokenArgument {
 
 fn plan(given: &TokenArgument, server: &str, files: &AgentTls) -> Result<bool, String> {
     let server: ServerUrl = server.parse().unwrap();
+    let files = (files, Keeper::Agent);
     let planned = Enrolling::plan(given, &server, "n1", files, Moment::now());
     planned
         .map(|planned| planned.is_some())
@@ -70,7 +71,7 @@ fn answer(authority: &Authority, files: &AgentTls, name: &str) -> Enrolled {
 
 fn keep(files: &AgentTls, enrolled: &Enrolled, token: &EnrolmentToken) -> Result<(), String> {
     let key = files::key(&files.key).unwrap();
-    files::keep(files, enrolled, key, token).map(|_| ())
+    files::keep(files, Keeper::Agent, enrolled, key, token).map(|_| ())
 }
 
 #[test]
@@ -156,7 +157,7 @@ fn an_answer_is_kept_and_a_certificate_that_lasts_makes_the_token_needless() {
     let planned = |days: i64, given: &TokenArgument| {
         let server: ServerUrl = SERVER.parse().unwrap();
         let now = Moment::now().after(days * DAY_SECONDS);
-        Enrolling::plan(given, &server, "n1", &files, now)
+        Enrolling::plan(given, &server, "n1", (&files, Keeper::Agent), now)
     };
     // It is for 90 days.
     assert!(planned(58, &given(&token)).unwrap().is_none());
@@ -180,6 +181,54 @@ fn an_authority_that_is_trusted_already_keeps_its_company() {
     assert_eq!(fs::read_to_string(&files.ca).unwrap(), both);
     fs::write(&files.ca, Authority::new("other").pem).unwrap();
     keep(&files, &enrolled, &token).unwrap();
+    assert_eq!(fs::read_to_string(&files.ca).unwrap(), authority.pem);
+}
+
+#[test]
+fn an_authority_that_the_operator_put_there_is_not_written_over() {
+    let (state, authority) = (State::new(), Authority::new("fleet"));
+    let (files, token) = (state.files(), token("n1", &authority));
+    files::key(&files.key).unwrap();
+    let enrolled = answer(&authority, &files, "n1");
+    let plan = || {
+        let server: ServerUrl = SERVER.parse().unwrap();
+        let theirs = (&files, Keeper::Operator);
+        let planned = Enrolling::plan(&given(&token), &server, "n1", theirs, Moment::now());
+        planned.map(|_| ()).map_err(|error| error.to_string())
+    };
+    let keep = || {
+        let key = files::key(&files.key).unwrap();
+        files::keep(&files, Keeper::Operator, &enrolled, key, &token).map(|_| ())
+    };
+    let other = Authority::new("other").pem;
+    // A link is what it leads to.
+    let linked = state.0.join("site-ca.pem");
+    std::os::unix::fs::symlink(&linked, &files.ca).unwrap();
+    for (text, said) in [
+        (
+            other.as_str(),
+            "is not among those in it, and it is not written over; add that authority's ca.pem",
+        ),
+        ("hello", "it is not written over, move it away"),
+    ] {
+        fs::write(&linked, text).unwrap();
+        for error in [plan().unwrap_err(), keep().unwrap_err()] {
+            assert!(error.contains("tls/ca.pem: "), "{error}");
+            assert!(error.contains(said), "{error}");
+        }
+        assert_eq!(fs::read_to_string(&linked).unwrap(), text);
+        assert!(!files.cert.exists());
+    }
+    fs::write(&linked, format!("{other}{}", authority.pem)).unwrap();
+    plan().unwrap();
+    keep().unwrap();
+    assert!(files.ca.is_symlink() && files.cert.exists());
+    // Where there is none it is placed.
+    for file in [&files.ca, &files.cert] {
+        fs::remove_file(file).unwrap();
+    }
+    plan().unwrap();
+    keep().unwrap();
     assert_eq!(fs::read_to_string(&files.ca).unwrap(), authority.pem);
 }
 
