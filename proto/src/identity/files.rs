@@ -96,6 +96,14 @@ pub enum FileFault {
     /// A new file is to be where one is.
     Exists,
     NotWritten(io::Error),
+    /// The file system has no hard links, by which a new file appears whole and over nothing.
+    NoLinks,
+    /// What takes a file's place can't be given to its owner, who then could not read it.
+    OwnerLost {
+        user: u32,
+        group: u32,
+        cause: io::Error,
+    },
 }
 
 impl Identity {
@@ -403,6 +411,13 @@ impl fmt::Display for FileFault {
                 "it exists already and is not overwritten; move it away, or write to another directory",
             ),
             FileFault::NotWritten(error) => write!(f, "it cannot be written: {error}"),
+            FileFault::NoLinks => f.write_str(
+                "it cannot be written: this file system has no hard links (FAT has none), which new files need to take no other's place; write to another one, and copy the files from there",
+            ),
+            FileFault::OwnerLost { user, group, cause } => write!(
+                f,
+                "it was left as it is: a new one can't be given to its owner (user {user}, group {group}), who could not read it then: {cause}; run this as root or as that user"
+            ),
         }
     }
 }
@@ -410,7 +425,9 @@ impl fmt::Display for FileFault {
 impl std::error::Error for FileProblem {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match &self.fault {
-            FileFault::Io(error) | FileFault::NotWritten(error) => Some(error),
+            FileFault::Io(error)
+            | FileFault::NotWritten(error)
+            | FileFault::OwnerLost { cause: error, .. } => Some(error),
             FileFault::BadCertificate(error) => Some(error),
             _ => None,
         }
