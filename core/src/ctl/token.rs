@@ -23,8 +23,8 @@ pub struct TokenArgs {
     expires: Option<String>,
 }
 
-/// What the server answers.
-#[derive(Debug, Default, Deserialize)]
+/// What the server answers. No `Debug`: the token is a secret.
+#[derive(Default, Deserialize)]
 #[serde(default)]
 struct Made {
     token: String,
