@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use llmgw_proto::identity::{Identity, KeyAndRequest, RequestedKey};
+use llmgw_proto::identity::files::{Readers, read_key};
+use llmgw_proto::identity::request::{make_key, request_for};
+use llmgw_proto::identity::{Identity, RequestedKey};
 use more::{Ran, llmgw};
 use serde_json::Value;
 
@@ -513,9 +515,16 @@ fn an_authority_that_openssl_made_issues_too() {
 #[test]
 fn signing_requests_are_those_of_openssl() {
     let dir = Dir::new("requests");
-    let ours = KeyAndRequest::new("gpu-01").unwrap();
-    fs::write(dir.0.join("ours.der"), &ours.request).unwrap();
-    let said = dir.agrees("req -inform der -in ours.der -noout -verify -subject");
+    fs::write(dir.0.join("ours-key.pem"), make_key().unwrap()).unwrap();
+    fs::set_permissions(
+        dir.0.join("ours-key.pem"),
+        fs::Permissions::from_mode(0o600),
+    )
+    .unwrap();
+    let key = read_key(&dir.0.join("ours-key.pem"), Readers::Owner).unwrap();
+    let ours = request_for(&key, "gpu-01").unwrap();
+    fs::write(dir.0.join("ours.pem"), ours).unwrap();
+    let said = dir.agrees("req -in ours.pem -noout -verify -subject");
     assert!(
         said.contains("OK") && said.contains("CN = gpu-01"),
         "{said}"

@@ -19,5 +19,5 @@ pub use certificate::{Certificate, Fingerprint, NoCertificate, Serial, Usages};
 pub use files::{Authorities, FileProblem, Identity};
 pub use host::Host;
 pub use moment::Moment;
-pub use request::{KeyAndRequest, RequestedKey};
+pub use request::RequestedKey;
 pub use token::EnrolmentToken;

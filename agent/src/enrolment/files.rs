@@ -10,10 +10,8 @@ use llmgw_proto::identity::files::{FileFault, FileProblem, PrivateKey, Readers, 
 use llmgw_proto::identity::placing::{
     CERTIFICATE_MODE, KEY_MODE, NewFile, make_directory, place, replace,
 };
-use llmgw_proto::identity::request::request_for;
-use llmgw_proto::identity::{
-    Authorities, EnrolmentToken, Fingerprint, Identity, KeyAndRequest, Moment,
-};
+use llmgw_proto::identity::request::{make_key, request_for};
+use llmgw_proto::identity::{Authorities, EnrolmentToken, Fingerprint, Identity, Moment};
 
 use crate::config::AgentTls;
 
@@ -100,13 +98,13 @@ pub(super) fn key(path: &Path) -> Result<PrivateKey, FileProblem> {
         if let Some(directory) = path.parent().filter(|parent| *parent != Path::new("")) {
             make_directory(directory)?;
         }
-        let made = KeyAndRequest::new("").map_err(|error| {
+        let text = make_key().map_err(|error| {
             let fault = FileFault::NotWritten(std::io::Error::other(error.to_string()));
             FileProblem::new(path, fault)
         })?;
         place(&[NewFile {
             path: path.to_owned(),
-            text: made.key_pem,
+            text,
             mode: KEY_MODE,
         }])?;
     }

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use llmgw_proto::identity::moment::DAY_SECONDS;
 use llmgw_proto::identity::placing::{CERTIFICATE_MODE, KEY_MODE, NewFile, make_directory, place};
-use llmgw_proto::identity::{Host, KeyAndRequest, RequestedKey};
+use llmgw_proto::identity::{Host, RequestedKey, request};
 use rcgen::{CertificateParams, IsCa, KeyUsagePurpose, PublicKeyData};
+use rustls::pki_types::PrivateKeyDer;
 use rustls::pki_types::pem::PemObject;
 
 use super::*;
@@ -88,8 +89,10 @@ fn an_authority_issues_for_servers_and_agents() {
     assert!(!server.is_authority);
     assert_eq!(server.serial.to_string().len(), 32);
 
-    let request = KeyAndRequest::new("anything").unwrap();
-    let requested = RequestedKey::from_request(&request.request).unwrap();
+    let key_pem = request::make_key().unwrap();
+    let agents = PrivateKeyDer::from_pem_slice(key_pem.as_bytes()).unwrap();
+    let asked = request::request_for(&agents, "anything").unwrap();
+    let requested = RequestedKey::from_pem(&asked).unwrap();
     let agent = authority
         .sign("gpu-01", &requested, NOW)
         .unwrap()

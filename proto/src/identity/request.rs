@@ -18,14 +18,6 @@ const POINT_BYTES: usize = 65;
 /// What such a point begins with.
 const POINT_UNCOMPRESSED: u8 = 4;
 
-/// A new key, which stays where it was made, and the request to sign it. No `Debug`: it is a secret.
-pub struct KeyAndRequest {
-    /// PKCS #8 in PEM.
-    pub key_pem: String,
-    /// PKCS #10 in DER.
-    pub request: Vec<u8>,
-}
-
 /// A public key whose owner proved to have the private one: SubjectPublicKeyInfo in DER, ECDSA P-256.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestedKey(Vec<u8>);
@@ -45,18 +37,13 @@ pub enum NoRequest {
     NotProven,
 }
 
-impl KeyAndRequest {
-    pub fn new(node: &str) -> Result<KeyAndRequest, NoKey> {
-        let key = KeyPair::generate().map_err(NoKey)?;
-        let request = unsigned(node).serialize_request(&key).map_err(NoKey)?;
-        Ok(KeyAndRequest {
-            key_pem: key.serialize_pem(),
-            request: request.der().to_vec(),
-        })
-    }
+/// A new key, as PKCS #8 in PEM. It stays where it was made.
+pub fn make_key() -> Result<String, NoKey> {
+    let key = KeyPair::generate().map_err(NoKey)?;
+    Ok(key.serialize_pem())
 }
 
-/// The request to sign a key that was made before, as PKCS #10 in PEM.
+/// The request to sign a key, as PKCS #10 in PEM.
 pub fn request_for(key: &PrivateKeyDer<'_>, node: &str) -> Result<String, NoKey> {
     let key = KeyPair::try_from(key).map_err(NoKey)?;
     let request = unsigned(node).serialize_request(&key).map_err(NoKey)?;
@@ -152,24 +139,16 @@ mod tests {
     }
 
     #[test]
-    fn a_request_gives_the_key_that_was_made_with_it() {
-        let made = KeyAndRequest::new("gpu-01").unwrap();
-        let key = KeyPair::from_pem(&made.key_pem).unwrap();
-        let requested = RequestedKey::from_request(&made.request).unwrap();
-        assert_eq!(requested.der(), key.subject_public_key_info());
-        assert!(made.request.len() < REQUEST_MAX_BYTES / 8);
-    }
-
-    #[test]
-    fn a_key_that_was_made_before_is_asked_for_again() {
-        let made = KeyAndRequest::new("gpu-01").unwrap();
-        let key = PrivateKeyDer::from_pem_slice(made.key_pem.as_bytes()).unwrap();
-        let text = request_for(&key, "gpu-01").unwrap();
-        assert_eq!(
-            RequestedKey::from_pem(&text),
-            RequestedKey::from_request(&made.request)
-        );
-        for text in ["", "hello", &text[..text.len() / 2], &made.key_pem] {
+    fn a_request_gives_the_key_that_it_was_made_for_however_often() {
+        let made = make_key().unwrap();
+        let public = KeyPair::from_pem(&made).unwrap().subject_public_key_info();
+        let key = PrivateKeyDer::from_pem_slice(made.as_bytes()).unwrap();
+        let texts = [(); 2].map(|()| request_for(&key, "gpu-01").unwrap());
+        for text in &texts {
+            assert_eq!(RequestedKey::from_pem(text).unwrap().der(), public);
+            assert!(text.len() < REQUEST_MAX_BYTES / 4);
+        }
+        for text in ["", "hello", &texts[0][..texts[0].len() / 2], &made] {
             assert_eq!(RequestedKey::from_pem(text), Err(NoRequest::Malformed));
         }
     }
@@ -189,13 +168,13 @@ mod tests {
 
     #[test]
     fn what_is_no_request_of_an_agent_is_refused() {
-        let good = KeyAndRequest::new("gpu-01").unwrap().request;
+        let good = request(&KeyPair::generate().unwrap());
         let trailing = [&good[..], b"\0"].concat();
         let mut spoilt = good.clone();
         *spoilt.last_mut().unwrap() ^= 1;
         // Another's key within a request that was signed with one's own.
         let other = KeyPair::generate().unwrap();
-        let own = KeyPair::from_pem(&KeyAndRequest::new("x").unwrap().key_pem).unwrap();
+        let own = KeyPair::generate().unwrap();
         let mut stolen = request(&own);
         let at = stolen
             .windows(POINT_BYTES)
