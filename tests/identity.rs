@@ -261,7 +261,10 @@ fn a_host_that_the_servers_certificate_lacks_is_named_with_those_that_it_has() {
     let server = good.authority.server(&["ctl.example", "10.0.0.1"]);
     Case {
         server: &server,
-        server_says: owned(&["what it dials is none of `ctl.example`, `10.0.0.1`"]),
+        server_says: owned(&[
+            "what it dials is none of `ctl.example`, `10.0.0.1`",
+            "`llmgw ctl cert server --ca DIR --host ctl.example --host 10.0.0.1 --host NEW --out DIR`",
+        ]),
         agent_says: owned(&[
             "`127.0.0.1` was dialled, and the server's certificate is for `ctl.example`, `10.0.0.1`",
             "`llmgw ctl cert server --ca DIR --host ctl.example --host 10.0.0.1 --host 127.0.0.1 --out DIR`",
