@@ -73,10 +73,6 @@ impl ClientJudge {
         })
     }
 
-    pub fn authorities(&self) -> &Authorities {
-        &self.authorities
-    }
-
     /// What a client's chain is worth. `certificate` is what is in its leaf, which comes first.
     pub fn judge(
         &self,
