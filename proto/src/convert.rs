@@ -5,6 +5,7 @@
 
 use prost::Message;
 
+use crate::enrolment::EnrolmentRequest;
 use crate::session::{
     AgentMessage, Goodbye, GpuBeat, Heartbeat, LogChunk, PortRange, Register, ServerMessage,
     SessionId, ShardReport, StartShard, StopShard, TailLog, Welcome,
@@ -40,6 +41,27 @@ pub(crate) trait Words: Sized {
     fn to_wire(&self, session: SessionId) -> Self::Wire;
 
     fn from_wire(wire: Self::Wire) -> Result<Framed<Self>>;
+}
+
+/// What an agent says, out of bytes: by the limits and the rules that a session holds it to.
+///
+/// # Errors
+/// Which field is wrong.
+pub fn read_up(bytes: &[u8]) -> Result<Framed<AgentMessage>> {
+    AgentMessage::from_wire(decoded(bytes)?)
+}
+
+/// A question for a certificate, out of bytes, in the same way.
+///
+/// # Errors
+/// Which field is wrong.
+pub fn read_question(bytes: &[u8]) -> Result<EnrolmentRequest> {
+    enrolment::request_in(decoded(bytes)?)
+}
+
+fn decoded<W: Message + Shaped + Default>(bytes: &[u8]) -> Result<W> {
+    W::SHAPE.check(bytes)?;
+    W::decode(bytes).map_err(|error| WireError::at("", WireProblem::Garbled(error.to_string())))
 }
 
 /// Whether the other side would take this message: for those that a person's configuration can make too long.

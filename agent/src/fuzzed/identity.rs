@@ -1,19 +1,24 @@
-//! What holds for any input of what is parsed before anybody knows who speaks: certificates, the files that hold them, signing requests, hosts.
+//! What holds for any input of what is parsed before anybody knows who speaks: certificates, the files that hold them, signing requests, hosts, and
+//! the first messages of a connection.
 
 use std::fmt::Display;
 
+use llmgw_proto::convert;
 use llmgw_proto::identity::certificate::{Validity, is_issued_by};
 use llmgw_proto::identity::{Authorities, Certificate, Fingerprint, Host, Moment, RequestedKey};
+use llmgw_proto::session::{AgentMessage, is_node_id};
 use llmgw_proto::text::hides;
 
 use super::Target;
 
 /// Every target by its name.
-pub const TARGETS: [(&str, Target); 4] = [
+pub const TARGETS: [(&str, Target); 6] = [
     ("identity_pem", identity_pem),
     ("certificate", certificate),
     ("signing_request", signing_request),
     ("hosts", hosts),
+    ("agent_message", agent_message),
+    ("enrolment_question", enrolment_question),
 ];
 
 /// A line of base64 in a key is longer than what may be repeated of a file.
@@ -109,6 +114,41 @@ pub fn hosts(data: &[u8]) {
     }
 }
 
+/// The first words of a connection, from whoever opened it.
+pub fn agent_message(data: &[u8]) {
+    match convert::read_up(data) {
+        Ok(framed) => {
+            if let AgentMessage::Register(register) = framed.message {
+                assert!(!register.node.is_empty() && !register.advertise.is_empty());
+                assert!(register.ports.first <= register.ports.last);
+            }
+        }
+        Err(problem) => {
+            said(&problem);
+        }
+    }
+}
+
+/// A question for a certificate, from whoever has no certificate.
+pub fn enrolment_question(data: &[u8]) {
+    match convert::read_question(data) {
+        Ok(question) => {
+            assert!(is_node_id(question.token.node()) && !question.signing_request.is_empty());
+            let shown = format!("{question:?}");
+            let token = question.token.expose();
+            let secret = &token[token.len() - 97..token.len() - 65];
+            // Where it stands in another field, too, that is not ours.
+            let is_elsewhere = [&question.node, &question.signing_request]
+                .iter()
+                .any(|text| text.contains(secret));
+            assert!(is_elsewhere || !shown.contains(secret));
+        }
+        Err(problem) => {
+            said(&problem);
+        }
+    }
+}
+
 /// A message of one line.
 fn said(problem: &impl Display) -> String {
     let text = problem.to_string();
@@ -145,6 +185,8 @@ mod tests {
                 "certificate" => Certificate::from_der(&bytes).is_ok(),
                 "request" => RequestedKey::from_request(&bytes).is_ok(),
                 "hosts" => continue,
+                "message" => convert::read_up(&bytes).is_ok(),
+                "question" => convert::read_question(&bytes).is_ok(),
                 other => panic!("{other}: no target reads it"),
             };
             assert_eq!(is_read, !name.contains("refused"), "{name}");
