@@ -41,12 +41,7 @@ pub enum ConnectProblem {
         problem: CertificateProblem,
     },
     /// Its certificate is of another authority than the one that is pinned.
-    OtherThanPinned {
-        certificate: Box<Certificate>,
-        /// The authority's certificate, where the server sent it along.
-        shown: Option<Fingerprint>,
-        pinned: Fingerprint,
-    },
+    OtherThanPinned(Box<OtherAuthority>),
     /// Its certificate can't be read, or its chain is too long.
     Unreadable(String),
     /// What answers speaks no TLS.
@@ -56,6 +51,15 @@ pub enum ConnectProblem {
     /// It ended the handshake, and says why in one word.
     Alerted(AlertDescription),
     Io(io::Error),
+}
+
+/// Whose certificate a server shows in place of one of the authority that is pinned.
+#[derive(Debug)]
+pub struct OtherAuthority {
+    pub certificate: Certificate,
+    /// Its authority's own, where the server sent that along.
+    pub shown: Option<Fingerprint>,
+    pub pinned: Fingerprint,
 }
 
 /// Does the handshake with a server for agents over an open socket. `identity` is shown to it. The caller limits how long that takes.
@@ -190,17 +194,16 @@ impl Judging {
                 Err(why) => Err(CertificateProblem::Invalid(why.0)),
             },
         };
-        let certificate = Box::new(certificate);
         judged.map_err(|problem| match (problem, &self.trusted) {
             (CertificateProblem::UnknownAuthority { shown, .. }, Trusted::Pinned(pinned)) => {
-                ConnectProblem::OtherThanPinned {
+                ConnectProblem::OtherThanPinned(Box::new(OtherAuthority {
                     certificate,
                     shown,
                     pinned: *pinned,
-                }
+                }))
             }
             (problem, _) => ConnectProblem::Certificate {
-                certificate,
+                certificate: Box::new(certificate),
                 problem,
             },
         })
@@ -268,7 +271,7 @@ impl ConnectProblem {
             ConnectProblem::NoHost(_)
             | ConnectProblem::Own(_)
             | ConnectProblem::Certificate { .. }
-            | ConnectProblem::OtherThanPinned { .. }
+            | ConnectProblem::OtherThanPinned(_)
             | ConnectProblem::Unreadable(_) => true,
             ConnectProblem::Alerted(alert) => is_about_a_certificate(*alert),
             ConnectProblem::NoTls | ConnectProblem::HungUp | ConnectProblem::Io(_) => false,
@@ -287,7 +290,7 @@ impl ConnectProblem {
                 CertificateProblem::WrongHost { .. } => CertificateError::NotValidForName,
                 CertificateProblem::Invalid(_) => other(self),
             },
-            ConnectProblem::OtherThanPinned { .. } => CertificateError::UnknownIssuer,
+            ConnectProblem::OtherThanPinned(_) => CertificateError::UnknownIssuer,
             other_problem => other(other_problem),
         };
         Error::InvalidCertificate(why)
@@ -335,11 +338,7 @@ impl fmt::Display for ConnectProblem {
                 certificate,
                 problem,
             } => f.write_str(&of_server(certificate, problem)),
-            ConnectProblem::OtherThanPinned {
-                certificate,
-                shown,
-                pinned,
-            } => of_another(f, certificate, shown.as_ref(), pinned),
+            ConnectProblem::OtherThanPinned(other) => other.fmt(f),
             ConnectProblem::Unreadable(why) => {
                 write!(f, "the server's certificate can't be read: {why}")
             }
@@ -357,27 +356,25 @@ impl fmt::Display for ConnectProblem {
     }
 }
 
-/// A pin is part of a token: there is no file on this node to put right.
-fn of_another(
-    f: &mut fmt::Formatter<'_>,
-    certificate: &Certificate,
-    shown: Option<&Fingerprint>,
-    pinned: &Fingerprint,
-) -> fmt::Result {
-    let issuer = self::shown(&certificate.issuer);
-    write!(
-        f,
-        "the token names the authority {pinned}, and the server's certificate was issued by `{issuer}`"
-    )?;
-    match shown {
-        Some(shown) => write!(f, " ({shown})")?,
-        None => f.write_str(" (whose certificate was not sent)")?,
+impl fmt::Display for OtherAuthority {
+    /// A pin is part of a token: there is no file on this node to put right.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "the token names the authority {}, and the server's certificate was issued by `{}`",
+            self.pinned,
+            shown(&self.certificate.issuer)
+        )?;
+        match &self.shown {
+            Some(shown) => write!(f, " ({shown})")?,
+            None => f.write_str(" (whose certificate was not sent)")?,
+        }
+        f.write_str(
+            ": it is another server, or its certificate is of another authority than it enrols for; \
+             make a new token with `llmgw ctl cert token` at this server, \
+             or a new server.pem with `llmgw ctl cert server --ca DIR`, DIR being of the token's authority",
+        )
     }
-    f.write_str(
-        ": it is another server, or its certificate is of another authority than it enrols for; \
-         make a new token with `llmgw ctl cert token` at this server, \
-         or a new server.pem with `llmgw ctl cert server --ca DIR`, DIR being of the token's authority",
-    )
 }
 
 impl std::error::Error for ConnectProblem {}
