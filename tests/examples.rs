@@ -15,6 +15,30 @@ const FROM_THE_RUN_SCRIPTS: [(&str, &str); 5] = [
     ("STATE", ".llmgw"),
 ];
 
+/// A directory with an example and the certificates that it names, which no repository holds.
+fn with_certificates(example: &Path) -> PathBuf {
+    let name = format!("llmgw-example-{}", std::process::id());
+    let directory = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&directory).unwrap();
+    for words in [
+        "ca --out authority",
+        "server --ca authority --host 10.0.0.1 --out .",
+        "agent --ca authority --node n1 --out .",
+    ] {
+        let made = Command::new(env!("CARGO_BIN_EXE_llmgw"))
+            .args(["ctl", "cert"])
+            .args(words.split(' '))
+            .current_dir(&directory)
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "{words}: {made:?}");
+    }
+    for file in files_below(example) {
+        std::fs::copy(&file, directory.join(file.file_name().unwrap())).unwrap();
+    }
+    directory
+}
+
 /// The server checks its own files, `inventory` reads an agent's.
 fn checked(directory: &Path, file: &Path) {
     let is_agent = file.file_name().is_some_and(|name| name == "agent.yaml");
@@ -38,7 +62,10 @@ fn checked(directory: &Path, file: &Path) {
 #[test]
 fn every_example_passes_its_check() {
     let examples = Path::new(ROOT).join("examples");
+    let fleet = with_certificates(&examples.join("fleet"));
     let mut files = files_below(&examples);
+    files.retain(|path| !path.starts_with(examples.join("fleet")));
+    files.extend(files_below(&fleet));
     files.retain(|path| {
         path.extension()
             .is_some_and(|extension| extension == "yaml")
@@ -47,6 +74,7 @@ fn every_example_passes_its_check() {
     for file in files {
         checked(&examples, &file);
     }
+    std::fs::remove_dir_all(&fleet).unwrap();
 }
 
 fn files_below(directory: &Path) -> Vec<PathBuf> {

@@ -1,11 +1,10 @@
-//! The guides, executed: their files are written, their commands run, their output compared.
+//! The guides for one machine, executed as `harness/guide.rs` says.
 //!
-//! A fenced block `LANGUAGE PATH` is a file. In a `console` block `$ ` begins a command and what follows is what it
-//! prints; a line `...` stands for any lines. A command that ends in `&` runs until the guide's end. Ages, times,
-//! counts of failed calls and all numbers of `policy bench` differ from run to run and are not compared. There are no
-//! other blocks, so nothing in a guide goes unchecked.
-//!
-//! `LLMGW_UPDATE_DOCS=1` writes what was printed into the guides.
+//! A command that ends in `&` runs until the guide's end. Ages, times, counts of failed calls and all numbers of `policy bench` differ from
+//! run to run and are not compared.
+
+#[path = "harness/guide.rs"]
+mod guide;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -14,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use guide::{LLAMA_SERVER, Place, of_the_machine};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -26,21 +26,6 @@ const ADMIN: &str = "127.0.0.1:8081";
 const AGENTS: &str = "127.0.0.1:8443";
 /// As long as a port that the system chooses, so that columns are as wide.
 const ENGINE: &str = "127.0.0.1:30001";
-
-/// The engine that the guide to operate has installed, and what is there instead: a fake that takes its command line.
-const LLAMA_SERVER: &str = "/opt/llama.cpp/llama-server";
-const LLAMA_SCRIPT: &str = r#"#!/bin/sh
-while [ $# -gt 0 ]; do
-  case $1 in
-    --alias) alias=$2 ;;
-    --host) host=$2 ;;
-    --port) port=$2 ;;
-  esac
-  shift
-done
-echo "0.01.056.996 I srv          init: listening on http://$host:$port"
-exec FAKE_ENGINE --kind llamacpp --model "$alias" --listen "$host:$port" --api-key "$LLAMA_API_KEY" >/dev/null
-"#;
 
 /// A guide being followed, in a directory of its own.
 struct Reader {
@@ -98,15 +83,12 @@ fn engines_below(dir: &Path) -> Vec<i32> {
 fn llama_server(dir: &Path) -> String {
     let fake = Path::new(env!("CARGO_BIN_EXE_llmgw")).with_file_name("fake-engine");
     let file = dir.join("llama-server");
-    let script = LLAMA_SCRIPT.replace("FAKE_ENGINE", fake.to_str().unwrap());
-    std::fs::write(&file, script).unwrap();
+    std::fs::write(&file, guide::llama_server(&fake)).unwrap();
     std::fs::set_permissions(&file, PermissionsExt::from_mode(0o755)).unwrap();
     file.to_str().unwrap().to_owned()
 }
 
 fn follow(name: &str, engine: Option<SocketAddr>) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("docs/guides/{name}.md"));
-    let text = std::fs::read_to_string(&path).unwrap();
     let dir = std::env::temp_dir().join(format!("llmgw-guide-{}-{name}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
     let mut addresses = vec![
@@ -121,29 +103,7 @@ fn follow(name: &str, engine: Option<SocketAddr>) {
         addresses,
         children: Vec::new(),
     };
-    let update = std::env::var_os("LLMGW_UPDATE_DOCS").is_some();
-    let mut written = String::new();
-    let mut lines = text.lines();
-    while let Some(line) = lines.next() {
-        written.push_str(line);
-        written.push('\n');
-        let Some(kind) = line.strip_prefix("```") else {
-            continue;
-        };
-        let block: Vec<&str> = lines.by_ref().take_while(|line| *line != "```").collect();
-        match kind.split_once(' ') {
-            Some((_, path)) => {
-                reader.write(path, &block);
-                written.extend(block.iter().map(|line| format!("{line}\n")));
-            }
-            None if kind == "console" => written.push_str(&reader.console(name, &block, update)),
-            None => panic!("{name}: a block `{kind}` is neither a file nor a console"),
-        }
-        written.push_str("```\n");
-    }
-    if update {
-        std::fs::write(path, written).unwrap();
-    }
+    guide::follow(name, &mut reader);
 }
 
 /// An address that was free a moment ago.
@@ -152,48 +112,20 @@ fn free_address() -> String {
     listener.local_addr().unwrap().to_string()
 }
 
-impl Reader {
-    fn write(&self, path: &str, block: &[&str]) {
+impl Place for Reader {
+    fn write(&mut self, path: &str, text: &str) {
         let path = self.dir.join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, self.here(&(block.join("\n") + "\n"))).unwrap();
-    }
-
-    /// Runs the commands of a block; returns the block as it was printed.
-    fn console(&mut self, guide: &str, block: &[&str], update: bool) -> String {
-        let mut printed = String::new();
-        let mut at = 0;
-        while at < block.len() {
-            let command = block[at]
-                .strip_prefix("$ ")
-                .unwrap_or_else(|| panic!("{guide}: `{}` is no command", block[at]));
-            let end = (at + 1..block.len())
-                .find(|next| block[*next].starts_with("$ "))
-                .unwrap_or(block.len());
-            let expected = &block[at + 1..end];
-            let found = self.run(command, expected);
-            let same = matches(command, expected, &found);
-            assert!(
-                same || update,
-                "{guide}\n$ {command}\n--- the guide says\n{}\n--- it printed\n{}",
-                expected.join("\n"),
-                found.join("\n")
-            );
-            printed.push_str(&format!("$ {command}\n"));
-            let keep = same || expected.contains(&"...");
-            for line in found.iter().filter(|_| !keep) {
-                printed.push_str(&format!("{line}\n"));
-            }
-            for line in expected.iter().filter(|_| keep) {
-                printed.push_str(&format!("{line}\n"));
-            }
-            at = end;
-        }
-        printed
+        std::fs::write(path, self.here(text)).unwrap();
     }
 
     /// Runs a command once; one that only looks at the server, until it prints what is expected.
-    fn run(&mut self, command: &str, expected: &[&str]) -> Vec<String> {
+    fn run(
+        &mut self,
+        _prompt: &str,
+        command: &str,
+        is_expected: &dyn Fn(&[String]) -> bool,
+    ) -> Vec<String> {
         if let Some(command) = command.strip_suffix('&') {
             let mut shell = self.shell(&format!("exec {command} >/dev/null 2>&1"));
             self.children.push(shell.spawn().unwrap());
@@ -209,13 +141,19 @@ impl Reader {
             let output = self.shell(command).output().unwrap();
             let text = self.there(&String::from_utf8(output.stdout).unwrap());
             let lines: Vec<String> = text.lines().map(str::to_owned).collect();
-            if !looks || matches(command, expected, &lines) || Instant::now() > deadline {
+            if !looks || is_expected(&lines) || Instant::now() > deadline {
                 return lines;
             }
             std::thread::sleep(LOOK_EVERY);
         }
     }
 
+    fn steady(command: &str, line: &str) -> String {
+        steady(command, line)
+    }
+}
+
+impl Reader {
     fn shell(&self, command: &str) -> Command {
         let binary = Path::new(env!("CARGO_BIN_EXE_llmgw")).parent().unwrap();
         let path = std::env::var("PATH").unwrap_or_default();
@@ -263,25 +201,6 @@ fn post(arguments: &str) -> String {
     answer.split_once("\r\n\r\n").unwrap().1.to_owned()
 }
 
-/// Whether output is as expected, where `...` is any lines.
-fn matches(command: &str, expected: &[&str], found: &[String]) -> bool {
-    let Some(gap) = expected.iter().position(|line| *line == "...") else {
-        return expected.len() == found.len() && same(command, expected, found);
-    };
-    let after = &expected[gap + 1..];
-    if found.len() < gap || !same(command, &expected[..gap], &found[..gap]) {
-        return false;
-    }
-    (gap..=found.len()).any(|from| matches(command, after, &found[from..]))
-}
-
-fn same(command: &str, expected: &[&str], found: &[String]) -> bool {
-    expected
-        .iter()
-        .zip(found)
-        .all(|(expected, found)| steady(command, expected) == steady(command, found))
-}
-
 /// A line without what differs from run to run.
 fn steady(command: &str, line: &str) -> String {
     if command.contains("policy bench") {
@@ -309,16 +228,6 @@ fn steady(command: &str, line: &str) -> String {
         ["#", .., "in", _, "s"] => words[..words.len() - 2].join(" "),
         [.., _, "ago"] => words[..words.len() - 2].join(" "),
         _ => line.to_owned(),
-    }
-}
-
-/// How much a node has depends on it, and which ports are free.
-fn of_the_machine(word: &str) -> &str {
-    let is_number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-    match word.split_once('/') {
-        Some((free, all)) if is_number(free) && is_number(all) => "free/all",
-        _ if word.contains("127.0.0.1:21") => "an engine",
-        _ => word,
     }
 }
 
