@@ -46,7 +46,7 @@ struct Args {
     #[arg(long, default_value_t = 16)]
     tokens: u64,
     /// The key that /v1/... wants.
-    #[arg(long)]
+    #[arg(long, env = "FAKE_ENGINE_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
     /// The engine's own behaviour, as a JSON object.
     #[arg(long, default_value = "{}")]
