@@ -19,6 +19,7 @@ pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
             "admin.tls",
             is_tls(&old.admin.tls) != is_tls(&new.admin.tls),
         ),
+        ("admin.token", old.admin.token != new.admin.token),
         (
             "agents.listen",
             agents(old).map(|(address, ..)| address) != agents(new).map(|(address, ..)| address),

@@ -657,6 +657,14 @@ fn changes_that_need_a_restart_are_named() {
     );
     assert_eq!(needs_restart(&old, &new), ["listen", "state"]);
     assert_ne!(old.digest(), new.digest());
+    // It may be that somebody knows the old one.
+    let token = |token: &str| {
+        good(&format!(
+            "admin: {{listen: 127.0.0.1:1, token: {token}}}\nmodels: []\n"
+        ))
+    };
+    assert!(needs_restart(&token("a"), &token("a")).is_empty());
+    assert_eq!(needs_restart(&token("a"), &token("b")), ["admin.token"]);
     // Other files are taken at once; another kind of listener is not.
     let of = |listen: &str, agents: &str| {
         good(&format!(
