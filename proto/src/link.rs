@@ -334,17 +334,24 @@ fn told(status: &Status) -> String {
 
 /// An error and all that caused it, each once.
 fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
+    let mut text = without_address(&error.to_string()).to_owned();
     let mut source = error.source();
     while let Some(error) = source {
         let more = error.to_string();
-        if !text.contains(&more) {
+        let more = without_address(&more);
+        if !text.contains(more) {
             text.push_str(": ");
-            text.push_str(&more);
+            text.push_str(more);
         }
         source = error.source();
     }
     text
+}
+
+/// rustls ends some of its sentences with the address of its manual, which is no help to an operator.
+fn without_address(text: &str) -> &str {
+    text.split_once(": https://")
+        .map_or(text, |(sentence, _)| sentence)
 }
 
 impl fmt::Display for LinkError {

@@ -266,3 +266,12 @@ async fn what_is_no_server_is_said() {
     let text = error.to_string();
     assert!(text.contains("the agents' address"), "{text}");
 }
+
+#[test]
+fn an_error_is_told_with_its_causes_each_once_and_without_addresses() {
+    use std::io::{Error, ErrorKind};
+    let manual = "it was closed without close_notify: https://docs.rs/rustls/latest";
+    let inner = Error::new(ErrorKind::UnexpectedEof, manual);
+    let text = super::chain(&Error::other(inner));
+    assert_eq!(text, "it was closed without close_notify");
+}

@@ -132,12 +132,13 @@ impl Seats {
 
 impl Seat {
     pub(super) fn end(&self, session: SessionId, last: ServerMessage) {
-        // Who does not read gets no last words either.
+        // Before the last words: who hangs up over them must not be taken for one that vanished.
+        self.over.cancel();
+        // They leave all the same, since the connection stays for a while. Who does not read gets none.
         let _ = self.outgoing.try_send(Framed {
             session,
             message: last,
         });
-        self.over.cancel();
     }
 }
 
