@@ -392,3 +392,20 @@ fn four_hundred_streams_at_once_go_through_and_none_waits_for_another() {
     assert!(gone.is_ok(), "{:?}", gone.map(|state| state.open));
     gateway.counters_are_zero();
 }
+
+#[test]
+fn a_key_that_an_engine_refuses_is_no_fault_of_the_client() {
+    let refusing = engine(Kind::Vllm, r#"{"status":401}"#);
+    let answer = Gateway::over("vllm", &[&refusing]).post(CHAT, &chat(false), "");
+    assert_eq!(
+        (answer.status(), &*answer.code()),
+        (502, "upstream_failed"),
+        "{}",
+        answer.text()
+    );
+    assert!(answer.text().contains("answered 401"), "{}", answer.text());
+    let other = engine(Kind::Vllm, "{}");
+    let gateway = Gateway::over("vllm", &[&refusing, &other]);
+    let answers = at_once(8, |_| gateway.post(CHAT, &chat(false), ""));
+    assert_ok(&answers);
+}

@@ -283,6 +283,16 @@ fn refusal(job: &Job, admitted: &mut Admitted, refused: Refused) -> Setback {
             answer.status
         );
     }
+    // The client's key goes no further than the gateway, so this is never the client's fault: the engine is another one than it was, on the
+    // same port, or its key is not what is configured.
+    if answer.status == 401 {
+        admitted.fault(Fault::Status5xx);
+        job.pool.metrics.upstream_error(UpstreamError::Status);
+        return Setback::Elsewhere(Trouble {
+            text: answer.summary,
+            kind: TroubleKind::Transport,
+        });
+    }
     let class = job
         .set
         .classify_error(&replica.endpoint.engine, answer.status, &answer.body);
