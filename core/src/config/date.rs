@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use llmgw_proto::identity::Moment;
 use llmgw_proto::units::UnitError;
 use time::format_description::BorrowedFormatItem;
 use time::format_description::well_known::Rfc3339;
@@ -62,10 +63,7 @@ fn parse(text: &str) -> Option<UtcTime> {
 impl fmt::Display for UtcTime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seconds = i64::try_from(self.0.min(UtcTime::LAST.0)).unwrap_or_default();
-        let text = OffsetDateTime::from_unix_timestamp(seconds)
-            .ok()
-            .and_then(|moment| moment.format(&Rfc3339).ok());
-        f.write_str(text.as_deref().unwrap_or("a time beyond the calendar"))
+        Moment(seconds).fmt(f)
     }
 }
 
