@@ -8,6 +8,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
 use crate::StateView;
@@ -92,9 +93,13 @@ impl Process {
         self.signal(Signal::SIGTERM)
     }
 
-    /// SIGSTOP: frozen, connections open.
+    /// SIGSTOP: frozen, connections open. Returns when the last of its threads has stopped: the signal only asks for it.
     pub fn freeze(&self) -> io::Result<()> {
-        self.signal(Signal::SIGSTOP)
+        self.signal(Signal::SIGSTOP)?;
+        // An end is left for `exited` to take.
+        let stopped = WaitPidFlag::WSTOPPED | WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
+        waitid(Id::Pid(pid(self.child.id())), stopped)?;
+        Ok(())
     }
 
     /// SIGCONT.

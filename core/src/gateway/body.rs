@@ -1,17 +1,15 @@
 //! What goes back to a client: a whole answer, or one of the three streams.
 
-use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use tokio::task::coop;
-use tokio::time::Sleep;
 
 use super::hold::Held;
+use super::outgoing::{Leaving, leaving};
 use super::pass::Passing;
 use super::relay::Relay;
 
@@ -28,40 +26,42 @@ pub enum ClientBody {
 
 /// The answer can't be finished: the connection is cut, so that no client takes it for a whole one.
 #[derive(Debug)]
-pub struct Unfinished(pub String);
+pub struct Unfinished {
+    reason: String,
+    /// What has to leave before the cut.
+    behind: Option<Leaving>,
+}
+
+impl Unfinished {
+    pub fn new(reason: String) -> Unfinished {
+        Unfinished {
+            reason,
+            behind: None,
+        }
+    }
+
+    /// The cut behind an error event; the event, to be handed out first.
+    pub fn behind(event: Bytes, reason: String) -> (Bytes, Unfinished) {
+        let (event, leaving) = leaving(event);
+        let unfinished = Unfinished {
+            reason,
+            behind: Some(leaving),
+        };
+        (event, unfinished)
+    }
+
+    pub fn take_behind(&mut self) -> Option<Leaving> {
+        self.behind.take()
+    }
+}
 
 impl std::fmt::Display for Unfinished {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "answer cut short: {}", self.0)
+        write!(f, "answer cut short: {}", self.reason)
     }
 }
 
 impl std::error::Error for Unfinished {}
-
-/// Between an error event and the cut, so that the event leaves the socket first.
-const CUT_DELAY: Duration = Duration::from_millis(50);
-
-/// The end of a stream that failed: its error event was handed out, the connection is cut a moment later.
-pub struct Cut {
-    delay: Pin<Box<Sleep>>,
-    reason: String,
-}
-
-impl Cut {
-    pub fn new(reason: String) -> Cut {
-        Cut {
-            delay: Box::pin(tokio::time::sleep(CUT_DELAY)),
-            reason,
-        }
-    }
-
-    pub fn poll(&mut self, context: &mut Context<'_>) -> Poll<Unfinished> {
-        self.delay
-            .as_mut()
-            .poll(context)
-            .map(|()| Unfinished(std::mem::take(&mut self.reason)))
-    }
-}
 
 impl ClientBody {
     pub fn full(bytes: Bytes) -> ClientBody {

@@ -1,8 +1,10 @@
-//! A client's socket, and the one departure that hyper does not notice.
+//! A client's socket: the one departure that hyper does not notice, and a cut that hyper can't make.
 //!
 //! While a request is at work hyper reads on, and takes the end of the socket for a client that left. But when
 //! bytes of a next request are in its buffer already (pipelining), it stops reading, and the end goes unseen:
 //! then the socket itself is asked, four times a second.
+//!
+//! An answer that can't be finished ends with the connection, once all that was written before has left: hyper closes without that.
 
 use std::future::{Future, poll_fn};
 use std::os::fd::{AsRawFd, RawFd};
@@ -25,22 +27,41 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// A client's stream that notes whether somebody waits for its bytes.
 pub struct ClientIo<S> {
     inner: TokioIo<S>,
-    departure: Arc<Departure>,
+    wire: Arc<Wire>,
 }
 
-/// Shared by a connection's stream, which writes it, and its task, which reads it.
-pub struct Departure {
+/// Shared by a connection's stream, its task and its answers.
+pub struct Wire {
     fd: RawFd,
     /// The last read found nothing and waits: an end of the socket will be seen by it.
     is_read: AtomicBool,
+    /// The next flush that has nothing left to write is the last.
+    is_cut: AtomicBool,
 }
 
-impl Departure {
-    pub fn of(stream: &TcpStream) -> Arc<Departure> {
-        Arc::new(Departure {
+impl Wire {
+    pub fn of(stream: &TcpStream) -> Arc<Wire> {
+        Arc::new(Wire {
             fd: stream.as_raw_fd(),
             is_read: AtomicBool::new(false),
+            is_cut: AtomicBool::new(false),
         })
+    }
+
+    /// Of a stream that is no socket.
+    #[cfg(test)]
+    pub fn of_a_test() -> Arc<Wire> {
+        Arc::new(Wire {
+            fd: -1,
+            is_read: AtomicBool::new(false),
+            is_cut: AtomicBool::new(false),
+        })
+    }
+
+    /// Ends the connection when all that was written to it has left. To be said within a turn of the connection's own task, which
+    /// flushes at the end of each.
+    pub fn cut_when_flushed(&self) {
+        self.is_cut.store(true, Ordering::Relaxed);
     }
 
     /// Runs a connection to its end, or until its client turns out to have left. The caller keeps the
@@ -90,10 +111,10 @@ impl Departure {
 }
 
 impl<S> ClientIo<S> {
-    pub fn new(stream: S, departure: Arc<Departure>) -> ClientIo<S> {
+    pub fn new(stream: S, wire: Arc<Wire>) -> ClientIo<S> {
         ClientIo {
             inner: TokioIo::new(stream),
-            departure,
+            wire,
         }
     }
 }
@@ -105,7 +126,7 @@ impl<S: AsyncRead + Unpin> Read for ClientIo<S> {
         buffer: ReadBufCursor<'_>,
     ) -> Poll<std::io::Result<()>> {
         let polled = Pin::new(&mut self.inner).poll_read(context, buffer);
-        self.departure
+        self.wire
             .is_read
             .store(polled.is_pending(), Ordering::Relaxed);
         polled
@@ -125,7 +146,12 @@ impl<S: AsyncWrite + Unpin> Write for ClientIo<S> {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<std::io::Result<()>> {
-        Pin::new(&mut self.inner).poll_flush(context)
+        std::task::ready!(Pin::new(&mut self.inner).poll_flush(context))?;
+        if self.wire.is_cut.load(Ordering::Relaxed) {
+            let why = "cut behind an answer that could not be finished";
+            return Poll::Ready(Err(std::io::Error::other(why)));
+        }
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(

@@ -13,7 +13,7 @@ use http::Response;
 use http_body::{Body, Frame};
 use tokio::time::{Interval, MissedTickBehavior, interval_at};
 
-use super::body::{ClientBody, Cut, Unfinished};
+use super::body::{ClientBody, Unfinished};
 use super::dialect::Dialect;
 use super::relay::KEEPALIVE_COMMENT;
 use super::respond::Failure;
@@ -33,8 +33,8 @@ pub struct Held {
 enum State {
     Waiting(Attempts),
     Answering(ClientBody),
-    Cutting(Cut),
-    Done,
+    /// The error event was handed out.
+    Failed(Option<Unfinished>),
 }
 
 impl Held {
@@ -65,14 +65,12 @@ impl Held {
                     Poll::Ready(Ok(response)) => {
                         // Failures come as such; an engine's own odd status is told by its number.
                         let text = format!("the engine answered {}", response.status());
-                        self.state = State::Cutting(Cut::new(text.clone()));
-                        return self.error(Failure::UpstreamFailed {
+                        return self.fail(&Failure::UpstreamFailed {
                             attempts: vec![text],
                         });
                     }
                     Poll::Ready(Err(failure)) => {
-                        self.state = State::Cutting(Cut::new(failure.message()));
-                        return self.error(failure);
+                        return self.fail(&failure);
                     }
                     Poll::Pending => {
                         if self.comments.poll_tick(context).is_ready() {
@@ -82,18 +80,15 @@ impl Held {
                     }
                 },
                 State::Answering(body) => return Pin::new(body).poll_frame(context),
-                State::Cutting(cut) => {
-                    let unfinished = std::task::ready!(cut.poll(context));
-                    self.state = State::Done;
-                    return Poll::Ready(Some(Err(unfinished)));
-                }
-                State::Done => return Poll::Ready(None),
+                State::Failed(unfinished) => return Poll::Ready(unfinished.take().map(Err)),
             }
         }
     }
 
-    fn error(&self, failure: Failure) -> Poll<Option<Result<Frame<Bytes>, Unfinished>>> {
+    fn fail(&mut self, failure: &Failure) -> Poll<Option<Result<Frame<Bytes>, Unfinished>>> {
         let event = self.dialect.error_event(&failure.error_body());
+        let (event, unfinished) = Unfinished::behind(event, failure.message());
+        self.state = State::Failed(Some(unfinished));
         Poll::Ready(Some(Ok(Frame::data(event))))
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `request` tells the story; each step is a file of its own:
 //! - [`server`] accepts, [`auth`] names the tenant, `peek` and `multipart` read what matters, `splice` changes it.
-//! - [`forward`] tries replicas, [`answer`] looks at what they say, [`relay`] streams, `assemble` puts together.
+//! - [`forward`] tries replicas, [`answer`] looks at what they say, [`relay`] streams, `assemble` puts together, [`outgoing`] leaves.
 //! - [`respond`] is the only place that turns a failure into a status and a body.
 
 pub mod answer;
@@ -23,6 +23,7 @@ pub mod job;
 pub mod limit_headers;
 pub mod models;
 pub mod multipart;
+pub mod outgoing;
 pub mod pass;
 pub mod peek;
 pub mod refusal;

@@ -63,7 +63,7 @@ impl Passing {
             Poll::Ready(Some(Err(error))) => {
                 let reason = format!("the engine's answer broke off: {error}");
                 self.exchange.end(Ending::Broken(reason.clone()));
-                Poll::Ready(Some(Err(Unfinished(reason))))
+                Poll::Ready(Some(Err(Unfinished::new(reason))))
             }
             Poll::Ready(None) => {
                 self.exchange.end(Ending::Complete);
@@ -73,7 +73,7 @@ impl Passing {
                 Poll::Ready(Due::TimedOut) => {
                     let reason = format!("the engine sent nothing for {:?}", self.silence.limit());
                     self.exchange.end(Ending::Silent(reason.clone()));
-                    Poll::Ready(Some(Err(Unfinished(reason))))
+                    Poll::Ready(Some(Err(Unfinished::new(reason))))
                 }
                 // Only event streams carry comments; this silence was made without an interval.
                 Poll::Ready(Due::Comment) | Poll::Pending => Poll::Pending,

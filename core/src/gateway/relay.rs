@@ -13,7 +13,7 @@ use bytes::{Bytes, BytesMut};
 use http_body::Frame;
 use tokio::time::Sleep;
 
-use super::body::{Cut, Unfinished};
+use super::body::Unfinished;
 use super::dialect::{Dialect, ErrorBody, ErrorCode, StreamError};
 use super::events::{Batch, EventStream, Step};
 use super::exchange::{Ending, Exchange};
@@ -58,8 +58,8 @@ enum Phase {
         /// It ended with a CR, and the LF that may belong to it has not come yet.
         owes_lf: bool,
     },
-    /// The error event was forwarded; the cut follows.
-    Cutting(Cut),
+    /// The error event was forwarded.
+    Failed(Option<Unfinished>),
     Done,
 }
 
@@ -132,11 +132,7 @@ impl Relay {
         loop {
             match &mut self.phase {
                 Phase::Done => return Poll::Ready(None),
-                Phase::Cutting(cut) => {
-                    let unfinished = std::task::ready!(cut.poll(context));
-                    self.phase = Phase::Done;
-                    return Poll::Ready(Some(Err(unfinished)));
-                }
+                Phase::Failed(unfinished) => return Poll::Ready(unfinished.take().map(Err)),
                 Phase::Ended { grace, owes_lf } => {
                     let over = grace.as_mut().poll(context).is_ready();
                     match self.events.poll_step(context) {
@@ -266,8 +262,7 @@ impl Relay {
             out.extend_from_slice(b"\n\n");
         }
         out.extend_from_slice(&self.dialect.error_event(&body));
-        self.cut(ending, reason);
-        Some(out.freeze())
+        Some(self.cut(ending, reason, out))
     }
 
     /// Forwards what came before, then the engine's own error, once and in one shape.
@@ -284,13 +279,15 @@ impl Relay {
             out.extend_from_slice(&self.dialect.error_event(&error.error));
         }
         let reason = format!("the engine reported: {}", error.error.message);
-        self.cut(Ending::of_error(error.status, reason.clone()), reason);
-        Some(out.freeze())
+        Some(self.cut(Ending::of_error(error.status, reason.clone()), reason, out))
     }
 
-    fn cut(&mut self, ending: Ending, reason: String) {
+    /// Its last words, behind which it is cut.
+    fn cut(&mut self, ending: Ending, reason: String, words: BytesMut) -> Bytes {
         self.exchange.end(ending);
-        self.phase = Phase::Cutting(Cut::new(reason));
+        let (words, unfinished) = Unfinished::behind(words.freeze(), reason);
+        self.phase = Phase::Failed(Some(unfinished));
+        words
     }
 }
 

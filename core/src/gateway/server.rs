@@ -18,7 +18,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::client_io::{ClientIo, Departure};
+use super::client_io::{ClientIo, Wire};
+use super::outgoing::Outgoing;
 use super::request;
 use super::state::Gateway;
 use crate::certificates::Port;
@@ -153,7 +154,7 @@ async fn connection(
     // An event leaves when it is written; Nagle would hold it back for the one before.
     stream.set_nodelay(true)?;
     socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(CLIENT_STALLED_MAX))?;
-    let departure = Departure::of(&stream);
+    let wire = Wire::of(&stream);
     match tls {
         None => {
             let choosing = tokio::time::timeout(HEADER_READ_TIMEOUT, builders.choose(&stream));
@@ -164,20 +165,20 @@ async fn connection(
             let Some(builder) = builder else {
                 return Ok(());
             };
-            let io = ClientIo::new(stream, departure.clone());
-            drive(io, departure, builder, gateway, stop).await
+            let io = ClientIo::new(stream, wire.clone());
+            drive(io, wire, builder, gateway, stop).await
         }
         Some(port) => {
             let stream = port.accept(stream, TLS_HANDSHAKE_TIMEOUT).await?;
-            let io = ClientIo::new(stream, departure.clone());
-            drive(io, departure, &builders.either, gateway, stop).await
+            let io = ClientIo::new(stream, wire.clone());
+            drive(io, wire, &builders.either, gateway, stop).await
         }
     }
 }
 
 async fn drive<S>(
     io: ClientIo<S>,
-    departure: Arc<Departure>,
+    wire: Arc<Wire>,
     builder: &auto::Builder<TokioExecutor>,
     gateway: Arc<Gateway>,
     stop: Stop,
@@ -189,16 +190,21 @@ where
     let has_asked = AtomicBool::new(false);
     let service = service_fn(|request: Request<Incoming>| {
         has_asked.store(true, Ordering::Relaxed);
-        is_http2.store(request.version() == Version::HTTP_2, Ordering::Relaxed);
+        let version_is_2 = request.version() == Version::HTTP_2;
+        is_http2.store(version_is_2, Ordering::Relaxed);
         // hyper keeps room for this future as long as the connection lives, several KB that a stream, whose
         // request was handled long ago, needs no more. A box is freed with it.
         let handling = Box::pin(request::handle(gateway.clone(), request));
-        async move { Ok::<_, Infallible>(handling.await) }
+        let wire = wire.clone();
+        async move {
+            let answer = handling.await;
+            Ok::<_, Infallible>(answer.map(|body| Outgoing::new(body, wire, version_is_2)))
+        }
     });
     let connection = builder.serve_connection(io, service);
     tokio::pin!(connection);
     let ended = {
-        let mut serving = pin!(departure.watch(connection.as_mut()));
+        let mut serving = pin!(wire.watch(connection.as_mut()));
         let mut stopped = pin!(stop.begins.cancelled());
         // hyper has a limit for a head, and none for the first bytes, from which it tells the protocol.
         let mut first_request = pin!(tokio::time::sleep(HEADER_READ_TIMEOUT));
@@ -227,10 +233,10 @@ where
     // HTTP/2 has a message of its own for this, after which nothing more is asked.
     if !is_http2.load(Ordering::Relaxed) {
         tokio::select! {
-            ended = departure.watch(connection.as_mut()) => return ended,
+            ended = wire.watch(connection.as_mut()) => return ended,
             () = stop.is_idle.cancelled() => {}
         }
     }
     connection.as_mut().graceful_shutdown();
-    departure.watch(connection.as_mut()).await
+    wire.watch(connection.as_mut()).await
 }
