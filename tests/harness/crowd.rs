@@ -91,7 +91,7 @@ impl Door {
         number: usize,
         request: Request<Full<Bytes>>,
     ) -> Result<Begun, String> {
-        let told = |error: hyper::Error| error.to_string();
+        let told = |error: hyper::Error| format!("{error:?}");
         match self {
             Door::Http1(addr) => {
                 let stream = TcpStream::connect(addr)

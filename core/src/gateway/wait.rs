@@ -14,8 +14,8 @@ use crate::flow::queues::{Entered, Place, Turn};
 use crate::routing::pool::{Chosen, Unavailable};
 use crate::routing::replica::Replica;
 
-/// How long a request waits for the first probe of a replica that was just configured.
-const FIRST_PROBE_WAIT: Duration = Duration::from_secs(3);
+/// How long a request waits for the first probe of a replica that was just configured: longer than its two questions may take.
+const FIRST_PROBE_WAIT: Duration = Duration::from_secs(5);
 /// For agents to say what runs after the server's start. The recovery ends long before, unless it is configured to be long.
 const RECOVERY_WAIT_MAX: Duration = Duration::from_secs(60);
 /// How long a request that has waited for its turn goes on waiting when the last replica takes nothing any more: an engine that failed three
@@ -71,11 +71,19 @@ async fn probed(job: &mut Job, tried: &[Arc<str>], wait: &mut Wait) -> Result<Ch
         };
         let most = match wait.place {
             _ if unavailable.recovering => RECOVERY_WAIT_MAX,
-            Some(_) => REPLICAS_GONE_WAIT.min(wait.left(job)),
+            Some(_) => REPLICAS_GONE_WAIT,
             None if unavailable.undecided => FIRST_PROBE_WAIT,
             None => Duration::ZERO,
         };
-        let left = most.saturating_sub(wait.undecided_since.elapsed());
+        let own = match wait.place {
+            Some(_) if !unavailable.recovering => Some(wait.left(job)),
+            _ => None,
+        };
+        // Nobody knows yet whether there is a replica: its time is over, and that is all there is to tell.
+        if own == Some(Duration::ZERO) && unavailable.undecided {
+            return Err(queue_timeout(job, wait.waited_for(job)));
+        }
+        let left = left_without_replica(most, wait.undecided_since.elapsed(), own);
         if left.is_zero() {
             return Err(no_replica(job, unavailable));
         }
@@ -283,6 +291,12 @@ fn shed(job: &Job, saturation: f64) -> Failure {
     }
 }
 
+/// `most` is counted from when there was no replica any more; a request's own time has been running for longer.
+fn left_without_replica(most: Duration, without: Duration, own: Option<Duration>) -> Duration {
+    let left = most.saturating_sub(without);
+    own.map_or(left, |own| left.min(own))
+}
+
 fn queue_timeout(job: &Job, waited: Duration) -> Failure {
     Failure::QueueTimeout {
         model: job.pool.model.name.to_string(),
@@ -311,5 +325,28 @@ fn no_replica(job: &Job, unavailable: Unavailable) -> Failure {
         model: job.pool.model.name.to_string(),
         reason: unavailable.reason,
         retry_after: unavailable.retry_in,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_that_is_left_is_the_shorter_of_two_that_both_run() {
+        let s = Duration::from_secs;
+        for (most, without, own, left) in [
+            (s(5), s(0), None, s(5)),
+            (s(5), s(2), None, s(3)),
+            (s(5), s(6), None, s(0)),
+            (s(10), s(0), Some(s(4)), s(4)),
+            // Its own 4 s have shrunk to 2 meanwhile, and are not shortened again by the 2 that passed.
+            (s(10), s(2), Some(s(2)), s(2)),
+            (s(10), s(9), Some(s(60)), s(1)),
+            (s(10), s(2), Some(s(0)), s(0)),
+        ] {
+            let found = left_without_replica(most, without, own);
+            assert_eq!(found, left, "{most:?} {without:?} {own:?}");
+        }
     }
 }
