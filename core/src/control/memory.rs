@@ -14,11 +14,13 @@ use super::replicas::ShardKey;
 
 /// A start that no report confirms within this time is forgotten, and placed again.
 pub const START_CONFIRM_MS: u64 = 10_000;
-/// After a model's first failure; doubled with each further one.
+/// After a model's first failure; doubled with each one of an attempt that followed.
 pub const BACKOFF_FIRST_MS: u64 = 5_000;
 pub const BACKOFF_MAX_MS: u64 = 300_000;
 /// A replica that began after the last failure and is ready for so long ends the row of failures.
 pub const BACKOFF_RESET_AFTER_MS: u64 = 60_000;
+/// Nodes of a row that are taken last: those of the latest failures.
+pub const AVOIDED_NODES_MAX: usize = 8;
 /// Failures of a model that are kept for explanations.
 pub const FAILURES_KEPT_MAX: usize = 8;
 /// Last lines that are kept of a failure.
@@ -29,6 +31,8 @@ pub const PORT_REFUSED_MS: u64 = 600_000;
 pub const PORT_REFUSALS_MAX: u32 = 3;
 /// What a refusal for a taken port begins with.
 const PORT_TAKEN: &str = "port_taken:";
+/// What the failure of an engine begins with that ended with its machine.
+const REBOOTED: &str = "rebooted:";
 
 /// See the module.
 #[derive(Clone, Debug, Default)]
@@ -79,14 +83,18 @@ pub struct NodeOrder {
 pub struct Failures {
     /// The latest one last.
     pub kept: VecDeque<Failure>,
-    /// Failures in a row.
+    /// Attempts in a row that failed. Replicas that fail during one wait are one: nothing was attempted between them.
     pub row: u32,
     /// Taken ports in a row.
     pub port_refusals: u32,
+    /// When the row grew, or a port was taken, last.
+    pub last_ms: u64,
     /// Until then as many replicas as failed are not placed again.
     pub not_before_ms: u64,
     /// So many failed since the last wait was over.
     pub waiting: u32,
+    /// Where the row's failures were, the latest node last.
+    avoided: VecDeque<String>,
 }
 
 /// What failed, where, and what it said last.
@@ -110,6 +118,38 @@ impl Failures {
             false => 0,
         }
     }
+
+    fn keep(&mut self, failure: Failure) {
+        if self.kept.len() == FAILURES_KEPT_MAX {
+            self.kept.pop_front();
+        }
+        self.kept.push_back(failure);
+    }
+
+    /// One more replica waits; the wait itself is longer only where it comes after an attempt.
+    fn wait(&mut self, node: Option<&String>, now_ms: u64) {
+        match self.held_back(now_ms) {
+            0 => {
+                let doublings = self.row.min(16);
+                self.not_before_ms = now_ms + (BACKOFF_FIRST_MS << doublings).min(BACKOFF_MAX_MS);
+                self.row += 1;
+                self.waiting = 1;
+            }
+            waiting => self.waiting = waiting + 1,
+        }
+        let Some(node) = node else { return };
+        self.avoided.retain(|known| known != node);
+        if self.avoided.len() == AVOIDED_NODES_MAX {
+            self.avoided.pop_front();
+        }
+        self.avoided.push_back(node.clone());
+    }
+
+    /// The next failure is a first one. What was kept for explanations stays.
+    fn end_row(&mut self) {
+        (self.row, self.port_refusals) = (0, 0);
+        self.avoided.clear();
+    }
 }
 
 impl Memory {
@@ -130,7 +170,7 @@ impl Memory {
     /// A replica that became ready after the last failure, and has been for long enough, shows that the model works.
     fn end_rows(&mut self, observed: &Observed) {
         for (model, failures) in &mut self.models {
-            let last_ms = failures.kept.back().map_or(0, |failure| failure.at_ms);
+            let last_ms = failures.last_ms;
             let shows_it = |(key, since_ms): (&ShardKey, &u64)| {
                 *since_ms >= last_ms
                     && observed.now_ms - since_ms >= BACKOFF_RESET_AFTER_MS
@@ -138,7 +178,7 @@ impl Memory {
             };
             if failures.row + failures.port_refusals > 0 && self.ready_since_ms.iter().any(shows_it)
             {
-                (failures.row, failures.port_refusals) = (0, 0);
+                failures.end_row();
             }
         }
     }
@@ -205,24 +245,19 @@ impl Memory {
         }
     }
 
-    /// Notes a failure of a model: the next attempt waits, and goes elsewhere first.
+    /// Notes a failure of a model: the next attempt waits, and goes elsewhere first. Neither after one that its machine took along, which
+    /// says nothing about the model, nor after the first few taken ports.
     pub fn failed(&mut self, model: &str, failure: Failure, now_ms: u64) {
         let failures = self.models.entry(model.to_owned()).or_default();
-        let is_port = failure.reason.starts_with(PORT_TAKEN);
-        if is_port {
-            failures.port_refusals += 1;
+        if !failure.reason.starts_with(REBOOTED) {
+            let is_port = failure.reason.starts_with(PORT_TAKEN);
+            failures.port_refusals += u32::from(is_port);
+            failures.last_ms = now_ms;
+            if !is_port || failures.port_refusals > PORT_REFUSALS_MAX {
+                failures.wait(failure.node.as_ref(), now_ms);
+            }
         }
-        if !is_port || failures.port_refusals > PORT_REFUSALS_MAX {
-            let doublings = failures.row.min(16);
-            let wait_ms = (BACKOFF_FIRST_MS << doublings).min(BACKOFF_MAX_MS);
-            failures.waiting = failures.held_back(now_ms) + 1;
-            failures.not_before_ms = now_ms + wait_ms;
-            failures.row += 1;
-        }
-        if failures.kept.len() == FAILURES_KEPT_MAX {
-            failures.kept.pop_front();
-        }
-        failures.kept.push_back(failure);
+        failures.keep(failure);
     }
 
     fn observe_orders(&mut self, observed: &Observed) {
@@ -330,14 +365,13 @@ impl Memory {
         self.models.get(model)
     }
 
-    /// Nodes where this model failed in the current row.
+    /// Nodes where this model failed in the current row, by name.
     pub fn avoid(&self, model: &str) -> Vec<String> {
-        let Some(failures) = self.models.get(model) else {
-            return Vec::new();
-        };
-        let latest = failures.kept.iter().rev().take(failures.row as usize);
-        let nodes: BTreeSet<String> = latest.filter_map(|failure| failure.node.clone()).collect();
-        nodes.into_iter().collect()
+        let failures = self.models.get(model);
+        let avoided = failures.into_iter().flat_map(|failures| &failures.avoided);
+        let mut nodes: Vec<String> = avoided.cloned().collect();
+        nodes.sort_unstable();
+        nodes
     }
 
     /// Forgets the failures of models that are no more.

@@ -6,7 +6,8 @@ use llmgw_proto::session::SessionId;
 use llmgw_proto::shard::ShardState::{Failed, Ready};
 
 use super::{
-    BACKOFF_MAX_MS, BACKOFF_RESET_AFTER_MS, FAILURES_KEPT_MAX, Memory, PORT_REFUSED_MS, Start,
+    AVOIDED_NODES_MAX, BACKOFF_MAX_MS, BACKOFF_RESET_AFTER_MS, FAILURES_KEPT_MAX, Failure, Memory,
+    PORT_REFUSED_MS, Start,
 };
 use crate::control::observed::Observed;
 use crate::control::tests::nodes::{Nodes, spec};
@@ -32,18 +33,22 @@ fn wait_ms(memory: &Memory, now_ms: u64) -> u64 {
 }
 
 #[test]
-fn each_failure_in_a_row_doubles_the_wait_up_to_five_minutes() {
+fn each_attempt_in_a_row_that_fails_doubles_the_wait_up_to_five_minutes() {
     let mut memory = Memory::default();
     let mut waits = Vec::new();
-    for at in 1..=8 {
+    let mut at = 1;
+    for _ in 1..=8 {
         memory.observe(&failed("a", at, "exited: it exited with status 1"));
-        waits.push(wait_ms(&memory, NOW_MS + at) / 1_000);
+        let wait = wait_ms(&memory, NOW_MS + at);
         // The same report again is no second failure.
         memory.observe(&failed("a", at, "exited: it exited with status 1"));
+        assert_eq!(wait_ms(&memory, NOW_MS + at), wait);
+        waits.push(wait / 1_000);
+        at += wait;
     }
     assert_eq!(waits, [5, 10, 20, 40, 80, 160, 300, 300]);
-    assert_eq!(wait_ms(&memory, NOW_MS + 8), BACKOFF_MAX_MS);
-    memory.observe(&failed("b", 9, ""));
+    assert_eq!(BACKOFF_MAX_MS, 300_000);
+    memory.observe(&failed("b", at, ""));
     let failures = memory.failures("m").expect("it failed");
     assert_eq!(failures.kept.len(), FAILURES_KEPT_MAX);
     let last = failures.kept.back().expect("there are some");
@@ -52,6 +57,71 @@ fn each_failure_in_a_row_doubles_the_wait_up_to_five_minutes() {
         (Some("b"), "the agent gave no reason")
     );
     assert_eq!(memory.avoid("m"), ["a", "b"]);
+}
+
+/// So many replicas of `m` failed on `a` at once.
+fn failed_at_once(number: u64, since_ms: u64, reason: &str) -> Observed {
+    let nodes = (0..number).fold(Nodes::new(&["a", "b"]), |nodes, at| {
+        nodes.with("a", &format!("m/{at}"), Failed)
+    });
+    let nodes = nodes.later(since_ms).edit("a", |node| {
+        for shard in node.shards.values_mut() {
+            shard.status.reason = reason.to_owned();
+            shard.status.since_ms = since_ms;
+        }
+    });
+    nodes.0
+}
+
+#[test]
+fn what_one_event_takes_is_one_failure_of_a_row_and_all_of_it_waits() {
+    let mut memory = Memory::default();
+    memory.observe(&failed_at_once(8, 1, "exited: it was killed by signal 9"));
+    assert_eq!(wait_ms(&memory, NOW_MS + 1), 5_000);
+    let failures = memory.failures("m").expect("it failed");
+    assert_eq!((failures.row, failures.held_back(NOW_MS + 1)), (1, 8));
+    assert_eq!(memory.avoid("m"), ["a"]);
+    // One that fails while the others wait makes nobody wait for longer.
+    memory.observe(&failed("b", 2_000, "exited"));
+    assert_eq!(wait_ms(&memory, NOW_MS + 2_000), 3_001);
+    let failures = memory.failures("m").expect("it failed");
+    assert_eq!(failures.held_back(NOW_MS + 2_000), 9);
+    assert_eq!(failures.held_back(NOW_MS + 5_001), 0);
+    assert_eq!(memory.avoid("m"), ["a", "b"]);
+    memory.observe(&failed_at_once(8, 5_001, "exited"));
+    assert_eq!(wait_ms(&memory, NOW_MS + 5_001), 10_000);
+}
+
+#[test]
+fn a_reboot_says_nothing_about_the_model_and_stays_visible() {
+    let mut memory = Memory::default();
+    let reason = "rebooted: the node was started anew, so nothing of it runs any more";
+    memory.observe(&failed_at_once(8, 1, reason));
+    assert_eq!(wait_ms(&memory, NOW_MS), 0);
+    assert!(memory.avoid("m").is_empty());
+    assert_eq!(memory.failures("m").expect("it is kept").kept.len(), 8);
+    let later = 60 * 60 * 1_000;
+    memory.observe(&failed("a", later, "exited"));
+    assert_eq!(wait_ms(&memory, NOW_MS + later), 5_000);
+}
+
+#[test]
+fn of_many_nodes_where_a_model_failed_the_latest_are_avoided() {
+    let mut memory = Memory::default();
+    for at in 0..=AVOIDED_NODES_MAX {
+        let failure = Failure {
+            replica: "m/0".to_owned(),
+            profile: "p".to_owned(),
+            node: Some(format!("n{at}")),
+            at_ms: NOW_MS,
+            reason: "exited".to_owned(),
+            lines: Vec::new(),
+        };
+        memory.failed("m", failure, NOW_MS);
+    }
+    let avoided = memory.avoid("m");
+    assert_eq!(avoided.len(), AVOIDED_NODES_MAX);
+    assert_eq!(avoided[0], "n1");
 }
 
 #[test]
