@@ -22,6 +22,24 @@ use crate::config::{Catalog, UtcTime};
 const GIB: f64 = (1u64 << 30) as f64;
 const MIB_PER_GIB: f64 = 1024.0;
 
+/// GPUs of the whole fleet, by uuid.
+struct Cards {
+    /// Those that a node lists already.
+    listed: BTreeSet<String>,
+    /// Those that replicas have, on whatever node.
+    held: BTreeSet<String>,
+}
+
+impl Cards {
+    fn of(replicas: &[Replica]) -> Cards {
+        let held = replicas.iter().flat_map(|replica| &replica.spec.gpus);
+        Cards {
+            listed: BTreeSet::new(),
+            held: held.cloned().collect(),
+        }
+    }
+}
+
 /// The fleet at this moment.
 pub fn snapshot(
     catalog: &Catalog,
@@ -41,10 +59,14 @@ pub fn snapshot(
     for replica in &replicas {
         by_node.entry(&replica.key.node).or_default().push(replica);
     }
-    let mut uuids = BTreeSet::new();
-    for (id, seen) in &observed.nodes {
+    let mut cards = Cards::of(&replicas);
+    let mut nodes: Vec<(&String, &ObservedNode)> =
+        observed.nodes.iter().map(|(id, n)| (id, &**n)).collect();
+    // Who speaks has the card: one that came back under another id, or whose cards moved, is not kept from them by what it was before.
+    nodes.sort_by_key(|(_, seen)| seen.session.is_none());
+    for (id, seen) in nodes {
         let mine = by_node.remove(id.as_str()).unwrap_or_default();
-        let mut node = node(seen, &mine, &mut uuids);
+        let mut node = node(seen, &mine, &mut cards);
         // What an operator ordered holds before the node says so itself.
         if seen.session.is_some() {
             node.state = match memory.drains(id, seen.draining) {
@@ -70,7 +92,7 @@ pub fn snapshot(
     snapshot
 }
 
-fn node(seen: &ObservedNode, replicas: &[&Replica], uuids: &mut BTreeSet<String>) -> Node {
+fn node(seen: &ObservedNode, replicas: &[&Replica], cards: &mut Cards) -> Node {
     let mut node = Node {
         state: seen.state,
         engines: Some(seen.engines.clone()),
@@ -80,7 +102,7 @@ fn node(seen: &ObservedNode, replicas: &[&Replica], uuids: &mut BTreeSet<String>
         ..Node::default()
     };
     match &seen.inventory {
-        Ok(inventory) => describe(&mut node, inventory, replicas, uuids),
+        Ok(inventory) => describe(&mut node, inventory, replicas, cards),
         Err(why) => node.problem = Some(format!("its inventory can't be read: {why}")),
     }
     let (mut cpus, mut memory_gib) = (0u32, 0.0);
@@ -93,12 +115,7 @@ fn node(seen: &ObservedNode, replicas: &[&Replica], uuids: &mut BTreeSet<String>
     node
 }
 
-fn describe(
-    node: &mut Node,
-    inventory: &Inventory,
-    replicas: &[&Replica],
-    uuids: &mut BTreeSet<String>,
-) {
+fn describe(node: &mut Node, inventory: &Inventory, replicas: &[&Replica], cards: &mut Cards) {
     let cpu = &inventory.host.cpu;
     let threads = cpu.threads.value().map(|threads| u64::from(*threads));
     let available = cpu.available_millis.value().map(|millis| millis / 1_000);
@@ -120,7 +137,7 @@ fn describe(
         });
         adapter.fabric = with.map(|fabric| fabric.name.clone());
     }
-    node.gpus = gpus(&inventory.gpus, replicas, uuids);
+    node.gpus = gpus(&inventory.gpus, replicas, cards);
 }
 
 /// Those of which it is certain who else is in them, the preferred one first.
@@ -156,15 +173,15 @@ fn adapter(port: &Port) -> Option<Adapter> {
 }
 
 /// Cards without a uuid or a class can be neither given to anybody nor asked for. One that two agents list (two on one machine) is the
-/// first one's: else it would be given away twice.
-fn gpus(gpus: &Gpus, replicas: &[&Replica], uuids: &mut BTreeSet<String>) -> Vec<Gpu> {
+/// first one's: else it would be given away twice. What a replica of the other one has is not to be had from the first either.
+fn gpus(gpus: &Gpus, replicas: &[&Replica], cards: &mut Cards) -> Vec<Gpu> {
     let mut listed = Vec::new();
     let mut taken: BTreeSet<u32> = BTreeSet::new();
     for card in &gpus.devices {
         let (Some(uuid), Some(class)) = (card.uuid.value(), card.class.value()) else {
             continue;
         };
-        if class.is_empty() || listed.len() == NODE_GPUS_MAX || !uuids.insert(uuid.clone()) {
+        if class.is_empty() || listed.len() == NODE_GPUS_MAX || !cards.listed.insert(uuid.clone()) {
             continue;
         }
         let user = replicas
@@ -194,7 +211,10 @@ fn gpus(gpus: &Gpus, replicas: &[&Replica], uuids: &mut BTreeSet<String>) -> Vec
             reason: fault,
             used_by: match user {
                 Some(replica) => Some(replica.spec.replica.clone()),
-                None => card.has(HealthCode::MemoryHeld).then(|| FOREIGN.to_owned()),
+                None => {
+                    let is_held = card.has(HealthCode::MemoryHeld) || cards.held.contains(uuid);
+                    is_held.then(|| FOREIGN.to_owned())
+                }
             },
             memory_free_gib: free_gib(card),
         });

@@ -191,6 +191,44 @@ fn slices_have_numbers_of_their_own_and_a_gpu_that_two_agents_list_is_the_first_
 }
 
 #[test]
+fn a_card_that_moved_to_another_node_is_of_the_one_that_speaks_and_free_once_nobody_has_it() {
+    let listed_by_both = |state: Option<NodeState>| {
+        let mut held = spec("m/0");
+        held.gpus = vec!["GPU-0a-a".to_owned()];
+        let nodes = Nodes::new(&["a", "b"])
+            .with_spec("a", held, Told::Ready)
+            .edit("b", |node| {
+                card(node, 0, |gpu| {
+                    gpu.uuid = Reading::Known("GPU-0a-a".to_owned())
+                });
+            });
+        match state {
+            Some(state) => nodes.absent("a", state),
+            None => nodes,
+        }
+    };
+    let cards = |nodes: &Nodes| {
+        let snapshot = of(nodes);
+        ["a", "b"].map(|id| {
+            let gpus = snapshot.nodes[id].gpus.iter();
+            let shown = gpus.map(|gpu| (gpu.uuid.clone(), gpu.used_by.clone()));
+            shown.filter(|(uuid, _)| uuid == "GPU-0a-a").last()
+        })
+    };
+    let of_user = |user: &str| Some(("GPU-0a-a".to_owned(), Some(user.to_owned())));
+    assert_eq!(cards(&listed_by_both(None)), [of_user("m/0"), None]);
+    let unreachable = listed_by_both(Some(NodeState::Unreachable));
+    assert_eq!(
+        cards(&unreachable),
+        [None, of_user(FOREIGN)],
+        "its engine may run on"
+    );
+    let lost = listed_by_both(Some(NodeState::Lost));
+    let free = Some(("GPU-0a-a".to_owned(), None));
+    assert_eq!(cards(&lost), [None, free]);
+}
+
+#[test]
 fn only_fabrics_that_are_certain_are_told_the_primary_one_first() {
     let fabric = |name: &str, standing, ambiguous: Option<&str>| Fabric {
         name: name.to_owned(),
