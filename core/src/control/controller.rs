@@ -21,7 +21,7 @@ use self::placing::Unplaced;
 use super::launch;
 use super::memory::Memory;
 use super::observed::{Commands, Observed};
-use super::reconcile::{Action, Desired, Place, Traffic, reconcile};
+use super::reconcile::{Action, Desired, Place, Traffic, Wanted, reconcile};
 use super::replicas::{Replica, ShardKey};
 use super::snapshot::NodeState;
 use crate::config::{Config, Endpoint, EngineUrl, Secret};
@@ -76,6 +76,8 @@ struct State {
     desired: Desired,
     /// What `desired` was made from.
     config: Option<Arc<Config>>,
+    /// The policies' generation at the last look.
+    generation: u64,
     hold: StartHold,
     served: Arc<Started>,
     outlooks: BTreeMap<String, Outlook>,
@@ -311,19 +313,43 @@ impl Controller {
 
 impl State {
     fn take_in(&mut self, view: &View) {
-        let is_known = self.config.as_ref();
-        if !is_known.is_some_and(|known| Arc::ptr_eq(known, &view.config)) {
-            self.desired = launch::desired(&view.config.catalog);
-            self.config = Some(view.config.clone());
-        }
+        let changed = self.take_in_declared(view);
         let desired = &self.desired;
         let has = |model: &str| desired.models.contains_key(model);
         self.memory.retain_models(has);
         self.unplaced.retain(|model, _| has(model));
         self.memory.observe(&view.observed);
+        // Behind what is reported: what fails in this look is still of what was declared before.
+        for model in &changed {
+            self.memory.forgive(model);
+        }
         self.outbox.retain(&view.observed);
         let State { hold, memory, .. } = self;
         hold.judge(&self.desired, &view.observed, memory);
+    }
+
+    /// Takes in what is declared. The models whose replicas are made from something else than at the last look; any may be by another
+    /// generation of the engine plugins.
+    fn take_in_declared(&mut self, view: &View) -> Vec<String> {
+        let mut changed = Vec::new();
+        let is_known = self.config.as_ref();
+        if !is_known.is_some_and(|known| Arc::ptr_eq(known, &view.config)) {
+            let before =
+                std::mem::replace(&mut self.desired, launch::desired(&view.config.catalog));
+            self.config = Some(view.config.clone());
+            let is_other = |model: &str, wanted: &Wanted| {
+                let known = before.models.get(model);
+                known.is_some_and(|known| known.definitions != wanted.definitions)
+            };
+            let models = self.desired.models.iter();
+            let others = models.filter(|(model, wanted)| is_other(model, wanted));
+            changed.extend(others.map(|(model, _)| model.clone()));
+        }
+        let generation = view.set.generation();
+        if std::mem::replace(&mut self.generation, generation) != generation {
+            changed = self.desired.models.keys().cloned().collect();
+        }
+        changed
     }
 
     /// Runs on although the catalog has no such model: nobody said yet that it is meant.

@@ -374,6 +374,14 @@ impl Memory {
         nodes
     }
 
+    /// A model, or what renders it, is not what it was: what failed before is kept for explanations, and nothing waits for it.
+    pub fn forgive(&mut self, model: &str) {
+        if let Some(failures) = self.models.get_mut(model) {
+            failures.end_row();
+            (failures.not_before_ms, failures.waiting) = (0, 0);
+        }
+    }
+
     /// Forgets the failures of models that are no more.
     pub fn retain_models(&mut self, is_there: impl Fn(&str) -> bool) {
         self.models.retain(|model, _| is_there(model));

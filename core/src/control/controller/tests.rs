@@ -1,9 +1,14 @@
 //! A replica's whole life, over a fleet in memory: what agents are told, what they run, and what is in the pool meanwhile.
 
+use std::sync::Arc;
+
+use llmgw_plugins::{Policies, PolicyOptions, PolicySet};
 use llmgw_proto::shard::{API_KEY_PLACE, ShardState};
 
 use self::fleet::{Fleet, LOST_AFTER_S, RECOVERY_S, lock, parse};
-use super::{OperatorError, Output};
+use super::{OperatorError, Output, State, View};
+use crate::control::memory::Failure;
+use crate::control::tests::nodes::Nodes;
 
 pub(crate) mod fleet;
 
@@ -125,6 +130,84 @@ fn an_engine_that_fails_is_tried_elsewhere_after_a_while_and_says_why() {
     );
     assert!(text.contains("| out of memory"), "{text}");
     assert_eq!(explained.failures.len(), 2);
+}
+
+/// Its only replica failed so often that it waits for five minutes.
+fn waiting() -> Fleet {
+    let mut fleet = Fleet::new(&["a", "b"], ONE);
+    for _ in 0..7 {
+        let running = fleet.running();
+        let replica = running[0].split(' ').next().expect("its name is first");
+        fleet.fail(replica);
+        let waits_ms = fleet.controller.explain("m").expect("it is there").waits_ms;
+        if waits_ms < 300_000 {
+            fleet.pass(waits_ms / 1_000);
+        }
+    }
+    fleet.pass(1);
+    assert_eq!(fleet.running(), Vec::<String>::new());
+    fleet
+}
+
+#[test]
+fn a_corrected_profile_does_not_wait_for_what_the_broken_one_did() {
+    let mut fleet = waiting();
+    let other = "{name: x, profiles: [{name: p, engine: llamacpp, cpus: 4}]}";
+    fleet.configure(&ONE.replace("]}]", &format!("]}}, {other}]")));
+    fleet.pass(1);
+    assert_eq!(fleet.running().len(), 1, "another model changes nothing");
+    assert!(!fleet.running()[0].starts_with("m/"));
+    fleet.configure(CHANGED);
+    fleet.pass(1);
+    let explained = fleet.controller.explain("m").expect("it is there");
+    assert_eq!(explained.waits_ms, 0);
+    assert_eq!(explained.failures.len(), 7, "they stay visible");
+    let running = fleet.running();
+    assert!(
+        running.iter().any(|shown| shown.starts_with("m/")),
+        "{running:?}"
+    );
+    // The next failure is a first one.
+    let replica = running.iter().find(|shown| shown.starts_with("m/"));
+    let replica = replica.expect("it was just found").split(' ').next();
+    fleet.fail(replica.expect("its name is first"));
+    let explained = fleet.controller.explain("m").expect("it is there");
+    assert_eq!(explained.waits_ms, 5_000);
+}
+
+#[test]
+fn after_a_change_of_the_policies_nothing_waits() {
+    let config = Arc::new(parse(ONE));
+    let view = |set: Arc<PolicySet>| View {
+        config: config.clone(),
+        observed: Arc::new(Nodes::new(&["a"]).0),
+        set,
+    };
+    let none = PolicyOptions {
+        dir: None,
+        state: None,
+    };
+    let policies = Policies::open(none).expect("the built-in ones load");
+    let mut state = State::default();
+    state.take_in(&view(policies.current()));
+    let failure = Failure {
+        replica: "m/0".to_owned(),
+        profile: "p".to_owned(),
+        node: None,
+        at_ms: 1_000_000,
+        reason: "the engine plugin `llamacpp` rendered no commands".to_owned(),
+        lines: Vec::new(),
+    };
+    state.memory.failed("m", failure, 1_000_000);
+    let held_back = |state: &State| {
+        let failures = state.memory.failures("m").expect("it failed");
+        failures.held_back(1_000_000)
+    };
+    state.take_in(&view(policies.current()));
+    assert_eq!(held_back(&state), 1);
+    // Those that every set falls back on are another generation.
+    state.take_in(&view(PolicySet::built_in()));
+    assert_eq!(held_back(&state), 0);
 }
 
 #[test]
