@@ -27,7 +27,8 @@ pub use table::NodeTable;
 pub struct Observed {
     /// By node id. Cheap to copy: nodes that did not change are shared with the copy before.
     pub nodes: BTreeMap<String, Arc<ObservedNode>>,
-    /// The server started only just: agents still hold the truth, so nothing is placed and nothing missing is mourned.
+    /// The server started only just, or its first agent came only just: agents still hold the truth, so nothing is placed and nothing
+    /// missing is mourned.
     pub recovering: bool,
     /// So many nodes vanished at once that the trouble is probably the server's own: none of them becomes lost.
     pub brake: Option<Brake>,
@@ -201,6 +202,7 @@ pub enum Change {
     },
     BrakeHeld(Brake),
     BrakeReleased,
+    /// The recovery is over. A first node that registers later begins another one.
     Recovered,
     /// It was lost for so long that it is no longer kept.
     Forgotten {

@@ -413,11 +413,35 @@ fn a_start_that_got_lost_is_repeated_at_the_next_session_and_else_placed_again()
 
 #[test]
 fn what_has_no_place_is_placed_when_a_node_joins() {
-    let mut fleet = Fleet::new(&[], ONE);
+    let mut fleet = Fleet::new(&["a"], "[]");
+    fleet
+        .controller
+        .drain("a", None, false)
+        .expect("there is one");
+    fleet.configure(ONE);
+    fleet.pass(1);
+    let reason = fleet.outlook().reason;
+    assert!(reason.contains("`node_state` on 1 node"), "{reason}");
+    fleet.join("b");
+    fleet.look();
+    assert_eq!(fleet.running(), ["m/0 on b: loading"]);
+}
+
+#[test]
+fn a_server_that_is_up_before_its_agents_reach_it_starts_no_second_copies() {
+    let mut fleet = Fleet::new(&["a", "b"], TWO);
+    fleet.ready("m/0");
+    fleet.ready("m/1");
+    fleet.restart_server();
+    fleet.pass(2 * RECOVERY_S);
     assert_eq!(fleet.outlook().reason, "no node has registered");
     fleet.join("a");
-    fleet.look();
-    assert_eq!(fleet.running(), ["m/0 on a: loading"]);
+    fleet.pass(RECOVERY_S - 1);
+    fleet.join("b");
+    fleet.pass(RECOVERY_S);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: ready"]);
+    let told = fleet.log();
+    assert!(told.iter().all(|line| line.starts_with("pool")), "{told:?}");
 }
 
 #[test]
@@ -551,7 +575,7 @@ fn nodes_that_come_after_the_recovery_are_judged_before_anything_on_them_stops()
     fleet.pass(RECOVERY_S + 5);
     assert_eq!(fleet.controller.held_since_start(), None);
     fleet.join("a");
-    fleet.pass(5);
+    fleet.pass(RECOVERY_S + 5);
     assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: ready"]);
     let said = fleet.controller.held_since_start().expect("it is held");
     assert!(said.contains("would stop 1 of 1 running"), "{said}");

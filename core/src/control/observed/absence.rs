@@ -19,7 +19,8 @@ impl NodeTable {
     pub(super) fn tick(&mut self) -> Vec<Change> {
         let mut changes = Vec::new();
         let now_ms = self.observed.now_ms;
-        if self.observed.recovering && now_ms >= millis(self.timing.recovery) {
+        let recovers_from_ms = self.first_joined_ms.unwrap_or(0);
+        if self.observed.recovering && now_ms - recovers_from_ms >= millis(self.timing.recovery) {
             self.observed.recovering = false;
             changes.push(Change::Recovered);
         }

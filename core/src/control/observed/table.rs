@@ -25,6 +25,8 @@ pub struct NodeTable {
     last_now_ms: u64,
     /// The latest session that each node ever had: an older one can't take it back.
     pub(super) latest: BTreeMap<String, SessionId>,
+    /// When the first node registered, on the table's clock: only from then on can the fleet report. None: no node has yet.
+    pub(super) first_joined_ms: Option<u64>,
 }
 
 impl NodeTable {
@@ -38,6 +40,7 @@ impl NodeTable {
             },
             last_now_ms: now_ms,
             latest: BTreeMap::new(),
+            first_joined_ms: None,
         }
     }
 
@@ -111,6 +114,11 @@ impl NodeTable {
         let mut changes = Vec::new();
         if let Some(refusal) = self.refusal(session, &register) {
             return vec![Change::Refused { session, refusal }];
+        }
+        if self.first_joined_ms.is_none() {
+            // The others come back about now. Their replicas are not missing because they are slower than the first one.
+            self.first_joined_ms = Some(self.observed.now_ms);
+            self.observed.recovering = !self.timing.recovery.is_zero();
         }
         let before = self.observed.nodes.get(&node).cloned();
         if before.is_none() && self.observed.nodes.len() >= NODES_MAX {

@@ -548,6 +548,33 @@ fn nothing_may_be_concluded_until_the_recovery_is_over() {
 }
 
 #[test]
+fn the_recovery_counts_from_the_first_node_that_could_report() {
+    for alone_s in [7, 60] {
+        let mut heard = Heard::new();
+        heard.pass(alone_s, &[]);
+        heard.join("a", 1);
+        assert!(heard.table.observed().recovering, "after {alone_s} s");
+        heard.pass(7, &[("a", 1)]);
+        heard.join("b", 2);
+        let alive = [("a", 1), ("b", 2)];
+        assert_eq!(heard.pass(7, &alive), []);
+        assert_eq!(heard.pass(1, &alive), [Change::Recovered]);
+        assert!(!heard.table.observed().recovering);
+        heard.ended("a", 1);
+        heard.ended("b", 2);
+        heard.join("a", 3);
+        assert!(!heard.table.observed().recovering, "only the first time");
+    }
+    let none = Timing {
+        recovery: Duration::ZERO,
+        ..TIMING
+    };
+    let mut table = NodeTable::new(none, 1_000);
+    table.apply(registered(register("a"), 1), 1_000);
+    assert!(!table.observed().recovering);
+}
+
+#[test]
 fn a_clock_that_jumps_or_a_server_that_slept_silences_nobody() {
     for jump_ms in [3_600_000, 1_000_000_000_000] {
         let mut heard = Heard::new();
