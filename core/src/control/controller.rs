@@ -273,7 +273,7 @@ impl Controller {
         };
         let now_ms = view.observed.now_ms;
         if state.outbox.has(&key, session, told, now_ms) {
-            return;
+            return state.told(action, now_ms);
         }
         let message = match told {
             Told::Drain(draining) => ServerMessage::DrainNode(DrainNode { draining }),
@@ -284,6 +284,7 @@ impl Controller {
             Ok(()) => {
                 say(action);
                 state.outbox.sent(key, session, told, now_ms);
+                state.told(action, now_ms);
             }
             Err(error) => tracing::debug!(%node, "a command was not sent: {error}"),
         }
@@ -356,6 +357,13 @@ impl State {
     fn is_held(&self, replica: &Replica) -> bool {
         let is_wanted = self.desired.models.contains_key(replica.model());
         !is_wanted && self.hold.is_held()
+    }
+
+    /// Remembers that a node has an order in its session.
+    fn told(&mut self, action: &Action, now_ms: u64) {
+        if let Action::OrderNode { node, .. } = action {
+            self.memory.told(node, now_ms);
+        }
     }
 
     /// Remembers who leaves.

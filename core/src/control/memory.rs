@@ -4,11 +4,12 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use llmgw_proto::session::SessionId;
 use llmgw_proto::shard::{LogLine, ShardSpec, ShardState};
 
-use super::observed::Observed;
+use super::observed::{Observed, ObservedNode};
 use super::reconcile::Why;
 use super::replicas::ShardKey;
 
@@ -66,7 +67,7 @@ pub struct Leaving {
 }
 
 /// What an operator wants of a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeOrder {
     pub draining: bool,
     pub since_ms: u64,
@@ -74,8 +75,21 @@ pub struct NodeOrder {
     pub timeout_ms: Option<u64>,
     /// They stop at once.
     pub force: bool,
-    /// The node has said so itself.
-    pub is_confirmed: bool,
+    /// When the node was told. What it says before may be about an earlier order.
+    pub told_ms: Option<u64>,
+    /// The run of the agent that has said so itself. A later run that says otherwise could not write it down, or has another directory.
+    pub confirmed_by: Option<String>,
+}
+
+impl NodeOrder {
+    /// The node says so itself, and has heard of this order: what it was told before is answered within a heartbeat.
+    fn is_kept(&self, node: &ObservedNode, now_ms: u64) -> bool {
+        let has_answered = |told_ms| {
+            let passed = Duration::from_millis(now_ms.saturating_sub(told_ms));
+            passed >= node.heartbeat
+        };
+        node.draining == self.draining && self.told_ms.is_some_and(has_answered)
+    }
 }
 
 /// A model's failures.
@@ -265,14 +279,17 @@ impl Memory {
             let Some(node) = observed.nodes.get(id) else {
                 return false;
             };
-            let says_so = node.draining == order.draining;
             if node.session.is_none() {
                 return true;
             }
-            // A node that was put back into use by somebody else is in use. An undrain is done once the node says so.
-            let is_undone = order.is_confirmed && !says_so;
-            order.is_confirmed |= says_so;
-            !is_undone && (order.draining || !says_so)
+            if order.is_kept(node, observed.now_ms) {
+                order.confirmed_by = Some(node.run.clone());
+                // An undrain is done once the node says so.
+                return order.draining;
+            }
+            // A node that was put back into use by somebody else is in use. Another run only does not know: it is told again.
+            let is_confirmed = order.confirmed_by.as_ref() == Some(&node.run);
+            !is_confirmed || node.draining == order.draining
         });
     }
 
@@ -342,6 +359,13 @@ impl Memory {
 
     pub fn order(&mut self, node: &str, order: NodeOrder) {
         self.orders.insert(node.to_owned(), order);
+    }
+
+    /// The node was told what is wanted of it.
+    pub fn told(&mut self, node: &str, now_ms: u64) {
+        if let Some(order) = self.orders.get_mut(node) {
+            order.told_ms.get_or_insert(now_ms);
+        }
     }
 
     pub fn node_order(&self, node: &str) -> Option<&NodeOrder> {

@@ -144,7 +144,10 @@ pub fn reconcile(
 fn orders(observed: &Observed, memory: &Memory) -> Vec<Action> {
     let open = memory.orders().filter(|(id, order)| {
         let node = observed.nodes.get(*id);
-        node.is_some_and(|node| node.session.is_some() && node.draining != order.draining)
+        node.is_some_and(|node| {
+            let is_new = order.told_ms.is_none() || node.draining != order.draining;
+            node.session.is_some() && is_new
+        })
     });
     open.map(|(node, order)| Action::OrderNode {
         node: node.clone(),

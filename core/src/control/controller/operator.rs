@@ -124,7 +124,8 @@ impl Controller {
             since_ms: view.observed.now_ms,
             timeout_ms,
             force,
-            is_confirmed: false,
+            told_ms: None,
+            confirmed_by: None,
         };
         state.memory.order(id, order);
         let on_node = |replica: &Replica| replica.key.node == id;

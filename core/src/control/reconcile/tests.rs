@@ -283,7 +283,8 @@ fn with_a_timeout_a_draining_node_is_left_without_a_replacement_and_with_force_a
         since_ms: 1_000_000,
         timeout_ms,
         force,
-        is_confirmed: false,
+        told_ms: Some(0),
+        confirmed_by: None,
     };
     let nodes = || {
         Nodes::new(&["a", "b"])
@@ -313,7 +314,8 @@ fn a_drain_that_is_ordered_takes_a_model_that_nobody_declares_by_its_own_right()
         since_ms: 0,
         timeout_ms: None,
         force,
-        is_confirmed: false,
+        told_ms: Some(0),
+        confirmed_by: None,
     };
     let nodes = || Nodes::new(&["a"]).with("a", "x/0", Ready).draining("a");
     // What a node says itself may be from before the server started: the catalog's hold goes first.
@@ -328,26 +330,90 @@ fn a_drain_that_is_ordered_takes_a_model_that_nobody_declares_by_its_own_right()
     assert_eq!(case.say(&wanted(0), &nodes()), expected);
 }
 
-#[test]
-fn an_order_is_repeated_until_the_node_says_so_and_counts_at_once() {
-    let mut case = Case::new();
-    let order = |draining| NodeOrder {
+/// An operator's order just now.
+fn order(draining: bool) -> NodeOrder {
+    NodeOrder {
         draining,
         since_ms: 0,
         timeout_ms: None,
         force: false,
-        is_confirmed: false,
-    };
+        told_ms: None,
+        confirmed_by: None,
+    }
+}
+
+/// How long what a node says may be from before it was told.
+const HEARTBEAT_MS: u64 = 5_000;
+const NOW_MS: u64 = 1_000_000;
+
+#[test]
+fn an_order_is_repeated_until_the_node_says_so_and_counts_at_once() {
+    let mut case = Case::new();
     case.memory.order("a", order(true));
     let nodes = || Nodes::new(&["a", "b"]).with("a", "m/0", Ready);
     assert_eq!(case.say(&wanted(1), &nodes()), ["drain a: true", "+1!"]);
+    case.memory.told("a", NOW_MS);
     assert_eq!(case.say(&wanted(1), &nodes().draining("a")), ["+1!"]);
     case.memory.order("a", order(false));
     assert_eq!(
         case.say(&wanted(1), &nodes().draining("a")),
         ["drain a: false"]
     );
-    assert_eq!(case.say(&wanted(1), &nodes()), Vec::<String>::new());
+    case.memory.told("a", NOW_MS);
+    let nothing = Vec::<String>::new();
+    assert_eq!(case.say(&wanted(1), &nodes()), nothing);
+    let later = nodes().later(HEARTBEAT_MS);
+    assert_eq!(case.say(&wanted(1), &later), nothing);
+    assert!(case.memory.node_order("a").is_none());
+}
+
+#[test]
+fn an_order_is_told_although_the_node_says_so_from_an_earlier_one() {
+    let nodes = || Nodes::new(&["a"]);
+    for last in [true, false] {
+        // As with a drain that is taken back, twice, before the node says anything new.
+        let stale = || match last {
+            true => nodes().draining("a"),
+            false => nodes(),
+        };
+        let mut case = Case::new();
+        case.memory.order("a", order(last));
+        let told = format!("drain a: {last}");
+        assert_eq!(case.say(&wanted(0), &stale()), [told.as_str()]);
+        case.memory.told("a", NOW_MS);
+        case.say(&wanted(0), &stale());
+        // It obeys what came before, which is not what is wanted of it now.
+        let before = match last {
+            true => nodes(),
+            false => nodes().draining("a"),
+        };
+        assert_eq!(case.say(&wanted(0), &before), [told.as_str()]);
+        let kept = case.memory.node_order("a").expect("it stands");
+        assert_eq!(kept.draining, last);
+    }
+}
+
+#[test]
+fn a_run_that_does_not_know_of_its_drain_is_told_again_and_the_one_that_knew_is_believed() {
+    let nodes = |run: &str| {
+        let run = run.to_owned();
+        Nodes::new(&["a"]).edit("a", |node| node.run = run)
+    };
+    let confirmed = || {
+        let mut case = Case::new();
+        case.memory.order("a", order(true));
+        case.memory.told("a", NOW_MS);
+        let says_so = nodes("first").draining("a").later(HEARTBEAT_MS);
+        assert_eq!(case.say(&wanted(0), &says_so), Vec::<String>::new());
+        case
+    };
+    let mut case = confirmed();
+    let next = nodes("next").later(HEARTBEAT_MS);
+    assert_eq!(case.say(&wanted(0), &next), ["drain a: true"]);
+    assert!(case.memory.drains("a", false), "nothing is placed there");
+    let mut case = confirmed();
+    let undone = nodes("first").later(HEARTBEAT_MS);
+    assert_eq!(case.say(&wanted(0), &undone), Vec::<String>::new());
     assert!(case.memory.node_order("a").is_none());
 }
 
