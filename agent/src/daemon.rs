@@ -266,10 +266,12 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
             starting.await?
         }
     };
-    if !is_asked {
-        is_asked = enrolled(&setup, &supervisor, &mut stop).await?;
-    }
+    // From now on: a shard that ends is over once its GPUs were seen free.
     let looks = tokio::spawn(node.clone().keep(supervisor.clone()));
+    if !is_asked {
+        let enrolled = enrolled(&setup, &supervisor, &mut stop).await;
+        is_asked = enrolled.inspect_err(|_| looks.abort())?;
+    }
     let session = Arc::new(session(&setup, models_dir, node, supervisor.clone()));
     let leave = CancellationToken::new();
     let held = {
@@ -324,7 +326,7 @@ async fn enrolled(
     }
 }
 
-async fn supervise(setup: &Setup, node: &Node) -> Result<Arc<Supervisor>, DaemonError> {
+async fn supervise(setup: &Setup, node: &Arc<Node>) -> Result<Arc<Supervisor>, DaemonError> {
     let allow = setup.config.engines.iter().map(|(engine, entry)| {
         let commands = entry.commands.iter();
         let allowance = EngineAllowance {
@@ -340,7 +342,7 @@ async fn supervise(setup: &Setup, node: &Node) -> Result<Arc<Supervisor>, Daemon
     let allow = allow.map_err(|error| DaemonError::Start("the working directory", error))?;
     let mut options = SupervisorOptions::new(setup.state.clone(), allow);
     options.cgroup_root = cgroup::delegated(&options.proc_root);
-    options.gpus = node.gpus.clone();
+    options.gpus = node.clone();
     let started = Supervisor::start(options).await;
     let (supervisor, _) = started.map_err(DaemonError::Supervisor)?;
     Ok(supervisor)

@@ -33,6 +33,7 @@ pub mod tree;
 #[cfg(test)]
 mod testing;
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
@@ -53,7 +54,7 @@ use preflight::Claims;
 use shard::{Context, Handle, ShardTask, wall_ms};
 use spec_store::{Asked, StoreError};
 pub use takeover::{Adopted, Outcome};
-use tree::{ProcessTable, read_environ};
+use tree::{Environ, ProcessTable, read_environ};
 
 /// Shards that a node runs at a time.
 const SHARDS_MAX: usize = 256;
@@ -113,6 +114,15 @@ pub struct Supervisor {
     closing: AtomicBool,
     /// Held until the shutdown, so that no second agent takes over its engines.
     lock: Mutex<Option<takeover::StateLock>>,
+}
+
+/// One look at the processes of this node.
+#[derive(Clone, Debug, Default)]
+pub struct Processes {
+    /// The shards'.
+    pub own: BTreeSet<u32>,
+    /// All that may be seen, whoever's they are.
+    pub living: BTreeSet<u32>,
 }
 
 /// Why a supervisor can't start.
@@ -302,17 +312,30 @@ impl Supervisor {
     }
 
     /// The processes of all shards right now: what the inventory must not take for a stranger's.
-    pub fn own_pids(&self) -> io::Result<BTreeSet<u32>> {
+    pub fn processes(&self) -> io::Result<Processes> {
         let handles: Vec<Handle> = self.handles().values().cloned().collect();
         let proc = &self.context.options.proc_root;
         let table = ProcessTable::read(proc)?;
+        // Each is read once at most, however many shards ask.
+        let read: RefCell<BTreeMap<u32, Environ>> = RefCell::default();
+        let environ = |pid| {
+            let mut read = read.borrow_mut();
+            let known = read.entry(pid).or_insert_with(|| read_environ(proc, pid));
+            known.clone()
+        };
         let living = handles.iter().filter(|handle| !handle.is_over());
-        let pids = living.flat_map(|handle| {
-            let traces = handle.traces.lock();
-            let traces = traces.unwrap_or_else(PoisonError::into_inner).clone();
-            table.members(&traces, &|pid| read_environ(proc, pid))
+        let own = living.flat_map(|handle| {
+            let (traces, is_grouped) = handle.traces();
+            // What is in the group needs no other sign, and what could not be put there is in its leader's session.
+            match is_grouped {
+                true => table.members(&traces, &|_| Environ::Other),
+                false => table.members(&traces, &environ),
+            }
         });
-        Ok(pids.map(|member| member.id.pid).collect())
+        Ok(Processes {
+            own: own.map(|member| member.id.pid).collect(),
+            living: table.living(),
+        })
     }
 
     /// Ends supervision: the engines are stopped first, or left running for the next agent to adopt. The latter takes less

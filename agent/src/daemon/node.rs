@@ -1,28 +1,49 @@
 //! What this node is, looked at again and again, for the session, which reports it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use llmgw_proto::inventory::gpu::Gpu;
 use llmgw_proto::inventory::{Gpus, Inventory};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use crate::config::AgentConfig;
+use crate::inventory::gpu::health::settle_memory_held;
 use crate::inventory::gpu::{GpuSources, GpuWatch, PROBE_INTERVAL};
 use crate::inventory::{self, Sources, network};
 use crate::session::InventorySource;
-use crate::supervisor::Supervisor;
+use crate::supervisor::gpu::{GpuFact, GpuFacts, fact};
+use crate::supervisor::{Processes, Supervisor};
 
 /// How often the rest of the node is looked at, and the GPUs' last probe taken over.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
 
 pub(super) struct Node {
     sources: Sources,
-    /// Also asked by the supervisor.
-    pub(super) gpus: Arc<GpuWatch>,
+    watch: GpuWatch,
     inventory: Mutex<Arc<Inventory>>,
+    /// The GPUs as they were last looked at. They do not wait for the rest of the inventory, which may wait for a name server.
+    looked: Mutex<LookedAt>,
+}
+
+/// The GPUs, once it is known whose the processes on them are.
+#[derive(Clone, Debug)]
+struct LookedAt {
+    gpus: Gpus,
+    /// When the driver had last answered.
+    answered: Instant,
+}
+
+/// The processes of this node's shards, with those that ended since the driver was last asked: it lists them still, and they are no
+/// stranger's.
+#[derive(Debug, Default)]
+struct OwnPids {
+    now: BTreeSet<u32>,
+    /// Each with the look at which it was gone.
+    ended: BTreeMap<u32, Instant>,
 }
 
 impl Node {
@@ -35,54 +56,144 @@ impl Node {
             dev: Some(PathBuf::from("/dev")),
             config: config.clone(),
         };
-        let mut watch = GpuWatch::start(sources.gpus.clone(), PROBE_INTERVAL)?;
-        let gpus = loop {
-            if let Some(gpus) = watch.latest(&|_| false) {
-                break gpus;
+        let watch = GpuWatch::start(sources.gpus.clone(), PROBE_INTERVAL)?;
+        let mut probes = watch.probes();
+        let looked = loop {
+            if let Some(looked) = LookedAt::now(&watch) {
+                break looked;
             }
-            watch.changed().await;
+            probes.next().await;
         };
-        let inventory = look(sources.clone(), gpus).await?;
+        let inventory = look(sources.clone(), looked.gpus.clone()).await?;
         Ok(Arc::new(Node {
             sources,
-            gpus: Arc::new(watch),
+            watch,
             inventory: Mutex::new(inventory),
+            looked: Mutex::new(looked),
         }))
     }
 
     /// Looks again and again, until it is dropped.
     pub(super) async fn keep(self: Arc<Node>, supervisor: Arc<Supervisor>) {
-        let mut looks = interval(LOOK_INTERVAL);
-        looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        tokio::select! {
+            () = self.keep_gpus(&supervisor) => {}
+            () = self.keep_inventory() => {}
+        }
+    }
+
+    /// Every few seconds, and as soon as the driver has answered. Ends with the runtime.
+    async fn keep_gpus(&self, supervisor: &Arc<Supervisor>) {
+        let mut looks = looks();
+        let mut probes = self.watch.probes();
+        let mut own = OwnPids::default();
         loop {
-            looks.tick().await;
-            let own = {
-                let supervisor = supervisor.clone();
-                tokio::task::spawn_blocking(move || supervisor.own_pids()).await
-            };
-            let own = match own {
-                Ok(Ok(own)) => own,
-                // Then each of them is taken for a stranger's, which only keeps new ones off.
-                Ok(Err(error)) => {
-                    tracing::warn!("the processes of the shards can't be told: {error}");
-                    BTreeSet::new()
-                }
-                Err(_) => return,
-            };
-            let Some(gpus) = self.gpus.latest(&|pid| own.contains(&pid)) else {
+            tokio::select! {
+                _ = looks.tick() => {}
+                () = probes.next() => {}
+            }
+            let Some(mut looked) = LookedAt::now(&self.watch) else {
                 continue;
             };
+            // After the driver: whoever began since is not in its list.
+            if !looked.gpus.devices.is_empty() {
+                let supervisor = supervisor.clone();
+                let read = tokio::task::spawn_blocking(move || supervisor.processes());
+                match read.await {
+                    Ok(Ok(processes)) => {
+                        own.look(&processes, &looked, Instant::now());
+                        looked.settle(&|pid| own.has(pid));
+                    }
+                    // Then each of them is taken for a stranger's, which only keeps new ones off.
+                    Ok(Err(error)) => {
+                        tracing::warn!("the processes of the shards can't be told: {error}");
+                    }
+                    Err(_) => return,
+                }
+            }
+            *lock(&self.looked) = looked;
+        }
+    }
+
+    async fn keep_inventory(&self) {
+        let mut looks = looks();
+        loop {
+            looks.tick().await;
+            let gpus = lock(&self.looked).gpus.clone();
             match look(self.sources.clone(), gpus).await {
-                Ok(inventory) => *self.lock() = inventory,
+                Ok(inventory) => *lock(&self.inventory) = inventory,
                 Err(error) => tracing::warn!("the node can't be looked at: {error}"),
             }
         }
     }
+}
 
-    fn lock(&self) -> MutexGuard<'_, Arc<Inventory>> {
-        self.inventory
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+fn looks() -> Interval {
+    let mut looks = interval(LOOK_INTERVAL);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    looks
+}
+
+impl LookedAt {
+    /// As if no process were this node's own. `None`: the first probe is still on its way.
+    fn now(watch: &GpuWatch) -> Option<LookedAt> {
+        // Asked first: what is seen next is at least as new.
+        let answered = watch.answered()?;
+        let gpus = watch.latest(&|_| false)?;
+        Some(LookedAt { gpus, answered })
+    }
+
+    fn settle(&mut self, own: &dyn Fn(u32) -> bool) {
+        for gpu in &mut self.gpus.devices {
+            settle_memory_held(gpu, own);
+        }
+    }
+
+    fn lists(&self, pid: u32) -> bool {
+        let processes = |gpu: &Gpu| {
+            let listed = gpu.processes.value().map_or(&[][..], Vec::as_slice);
+            listed.iter().any(|process| process.pid == pid)
+        };
+        self.gpus.devices.iter().any(processes)
+    }
+
+    fn find(&self, uuid: &str) -> Option<&Gpu> {
+        let is_it = |gpu: &&Gpu| gpu.uuid.value().is_some_and(|theirs| theirs == uuid);
+        self.gpus.devices.iter().find(is_it)
+    }
+
+    /// An inventory with what is known of its GPUs by now.
+    fn renew(&self, mut inventory: Arc<Inventory>) -> Arc<Inventory> {
+        let newer = |gpu: &Gpu| {
+            let newer = self.find(gpu.uuid.value()?)?;
+            (newer != gpu).then(|| newer.clone())
+        };
+        let found: Vec<Option<Gpu>> = inventory.gpus.devices.iter().map(newer).collect();
+        for (at, newer) in found.into_iter().enumerate() {
+            if let Some(newer) = newer {
+                Arc::make_mut(&mut inventory).gpus.devices[at] = newer;
+            }
+        }
+        inventory
+    }
+}
+
+impl OwnPids {
+    /// Takes in who runs now.
+    fn look(&mut self, processes: &Processes, looked: &LookedAt, now: Instant) {
+        let before = std::mem::replace(&mut self.now, processes.own.clone());
+        for pid in before.difference(&self.now) {
+            self.ended.entry(*pid).or_insert(now);
+        }
+        // A probe that was under way when they ended may list them too.
+        let (own, ended) = (&self.now, &mut self.ended);
+        ended.retain(|pid, since| {
+            let may_be_listed = looked.lists(*pid) || looked.answered <= *since;
+            may_be_listed && !own.contains(pid) && !processes.living.contains(pid)
+        });
+    }
+
+    fn has(&self, pid: u32) -> bool {
+        self.now.contains(&pid) || self.ended.contains_key(&pid)
     }
 }
 
@@ -96,6 +207,104 @@ async fn look(sources: Sources, gpus: Gpus) -> io::Result<Arc<Inventory>> {
 
 impl InventorySource for Node {
     fn latest(&self) -> Arc<Inventory> {
-        self.lock().clone()
+        let inventory = lock(&self.inventory).clone();
+        lock(&self.looked).renew(inventory)
+    }
+}
+
+/// The supervisor sees of a GPU what the session tells of it: one that it reports as given back is not told as held.
+impl GpuFacts for Node {
+    fn gpu(&self, uuid: &str) -> Option<GpuFact> {
+        let looked = lock(&self.looked);
+        let found = looked.find(uuid)?;
+        Some(fact(found, looked.answered))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use llmgw_proto::inventory::Reading;
+    use llmgw_proto::inventory::gpu::{GpuProcess, HealthCode};
+
+    use super::*;
+
+    const INVENTORY: &str = include_str!("../../../tests/recordings/inventory/two-gpus.json");
+
+    /// A probe that found these processes on the first GPU.
+    fn probed(answered: Instant, pids: &[u32]) -> LookedAt {
+        let inventory: Inventory = serde_json::from_str(INVENTORY).unwrap();
+        let mut gpus = inventory.gpus;
+        let process = |pid: &u32| GpuProcess {
+            pid: *pid,
+            memory_mib: Reading::Known(9_000),
+        };
+        gpus.devices[0].processes = Reading::Known(pids.iter().map(process).collect());
+        gpus.devices[0].memory.used_mib = Reading::Known(9_000 * pids.len() as u64);
+        LookedAt { gpus, answered }
+    }
+
+    fn processes(own: &[u32], living: &[u32]) -> Processes {
+        Processes {
+            own: own.iter().copied().collect(),
+            living: living.iter().copied().collect(),
+        }
+    }
+
+    fn is_held(looked: &mut LookedAt, own: &OwnPids) -> bool {
+        looked.settle(&|pid| own.has(pid));
+        looked.gpus.devices[0].has(HealthCode::MemoryHeld)
+    }
+
+    #[test]
+    fn a_gpu_that_a_shard_has_just_given_back_is_no_strangers() {
+        let start = Instant::now();
+        let second = |seconds| start + Duration::from_secs(seconds);
+        let mut own = OwnPids::default();
+        // It runs, and the driver lists it; then it has ended, and was not asked again.
+        let mut first = probed(start, &[10]);
+        own.look(&processes(&[10], &[10, 99]), &first, second(1));
+        assert!(!is_held(&mut first, &own));
+        own.look(&processes(&[], &[99]), &first, second(2));
+        assert!(!is_held(&mut first, &own));
+        // A probe that had begun before lists it too; the next one does not.
+        let mut second_one = probed(second(3), &[10]);
+        own.look(&processes(&[], &[99]), &second_one, second(4));
+        assert!(!is_held(&mut second_one, &own));
+        own.look(&processes(&[], &[99]), &probed(second(5), &[]), second(6));
+        assert!(own.ended.is_empty());
+    }
+
+    #[test]
+    fn what_runs_and_is_not_a_shards_holds_its_gpu_also_with_the_number_of_one_that_was() {
+        let start = Instant::now();
+        let mut own = OwnPids::default();
+        let mut listed = probed(start, &[10, 99]);
+        own.look(&processes(&[10], &[10, 99]), &listed, start);
+        assert!(is_held(&mut listed, &own));
+        let mut reused = probed(start, &[10]);
+        own.look(&processes(&[], &[10, 99]), &reused, start);
+        assert!(is_held(&mut reused, &own));
+        // One that never was a shard's and is not to be seen may be behind another /proc.
+        let mut unseen = probed(start, &[11]);
+        own.look(&processes(&[], &[99]), &unseen, start);
+        assert!(is_held(&mut unseen, &own));
+    }
+
+    #[test]
+    fn an_inventory_tells_the_gpus_as_they_are_by_now() {
+        let start = Instant::now();
+        let inventory: Arc<Inventory> = Arc::new(serde_json::from_str(INVENTORY).unwrap());
+        let mut looked = probed(start, &[10]);
+        looked.gpus.devices.remove(1);
+        assert!(is_held(&mut looked, &OwnPids::default()));
+        let renewed = looked.renew(inventory.clone());
+        assert_eq!(renewed.gpus.devices[0], looked.gpus.devices[0]);
+        assert_eq!(renewed.gpus.devices[1..], inventory.gpus.devices[1..]);
+        let same = probed(start, &[]).renew(inventory.clone());
+        assert_eq!(same.gpus.devices, inventory.gpus.devices);
     }
 }

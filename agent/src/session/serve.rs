@@ -154,6 +154,10 @@ impl<'a> Serving<'a> {
     }
 
     fn report(&mut self, status: ShardStatus) {
+        // Its place can be given away as soon as the server hears of it: the GPUs as they are now come first.
+        if status.state.is_over() {
+            self.say_alive();
+        }
         let message = self.told.status(status, &*self.session.shards);
         self.waiting.push_back(message);
     }

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
 use llmgw_proto::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
-use llmgw_proto::inventory::Inventory;
 use llmgw_proto::inventory::gpu::{HealthCode, HealthFlag};
+use llmgw_proto::inventory::{Inventory, Reading};
 use llmgw_proto::link::{self, Heard, Hearing, Host, KeepAlive};
 use llmgw_proto::session::{
     AgentMessage, DrainNode, Heartbeat, PortRange, Refusal, RefusalCode, Register, ServerMessage,
@@ -506,6 +506,39 @@ async fn heartbeats_tell_health_and_use_and_the_whole_inventory_only_when_it_cha
     assert_eq!(beat.gpus.len(), 1);
     let beat = held.heartbeat().await;
     assert!(beat.inventory.is_none(), "once");
+}
+
+#[tokio::test]
+async fn that_a_shard_is_over_is_told_after_its_gpus_as_they_are_by_then() {
+    let mut server = Server::start(QUIET).await;
+    let (node, _asked) = Node::new();
+    node.runs("m/0/0", ShardState::Ready);
+    let _running = Running::start(session(server.address, &node, QUIET));
+    let (mut held, _) = server.welcomed(60_000).await;
+    held.heartbeat().await;
+    for (state, is_over, used_mib) in [
+        (ShardState::Stopping, false, 9_000),
+        (ShardState::Failed, true, 3),
+        (ShardState::Stopped, true, 4),
+    ] {
+        Arc::make_mut(&mut node.inventory.lock().unwrap())
+            .gpus
+            .devices[0]
+            .memory
+            .used_mib = Reading::Known(used_mib);
+        node.changes
+            .send_replace(vec![status(&spec("m/0/0"), state)]);
+        if is_over {
+            let AgentMessage::Heartbeat(beat) = held.hear().await else {
+                panic!("{state:?} came first");
+            };
+            assert_eq!(beat.gpus[0].used_mib, Some(used_mib));
+        }
+        let AgentMessage::ShardStatus(report) = held.hear().await else {
+            panic!("{state:?} did not come");
+        };
+        assert_eq!(report.status.state, state);
+    }
 }
 
 #[tokio::test]

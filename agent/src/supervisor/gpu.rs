@@ -6,8 +6,6 @@ use std::time::Instant;
 
 use llmgw_proto::inventory::gpu::{Gpu, HealthCode};
 
-use crate::inventory::gpu::GpuWatch;
-
 /// A GPU that is used by less than this is free: drivers keep some for themselves.
 pub const FREE_MAX_MIB: u64 = 600;
 
@@ -49,23 +47,9 @@ impl GpuFacts for NoGpus {
     }
 }
 
-/// The inventory's watch answers for the supervisor.
-impl GpuFacts for GpuWatch {
-    fn gpu(&self, uuid: &str) -> Option<GpuFact> {
-        // Asked first: what is seen next is at least as new.
-        let read_at = self.answered()?;
-        let gpus = self.latest(&|_| true)?;
-        let is_it = |gpu: &&Gpu| gpu.uuid.value().is_some_and(|theirs| theirs == uuid);
-        gpus.devices
-            .iter()
-            .find(is_it)
-            .map(|gpu| fact(gpu, read_at))
-    }
-}
-
 /// What the inventory knows of a GPU, for the supervisor. That memory is held stands in the numbers, not among the problems:
 /// whose it is depends on who asks.
-fn fact(gpu: &Gpu, read_at: Instant) -> GpuFact {
+pub fn fact(gpu: &Gpu, read_at: Instant) -> GpuFact {
     let problems = gpu
         .health
         .iter()

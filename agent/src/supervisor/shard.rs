@@ -69,7 +69,9 @@ pub struct Handle {
     /// Nothing of it is left, and its place is free.
     pub over: Arc<AtomicBool>,
     /// The processes that it started.
-    pub traces: Arc<Mutex<Traces>>,
+    traces: Arc<Mutex<Traces>>,
+    /// Where it has one.
+    cgroup: Arc<Mutex<Option<ShardCgroup>>>,
 }
 
 /// A task that ends with its owner.
@@ -117,7 +119,18 @@ impl Handle {
             tail: Arc::new(Mutex::new(LogTail::new(secret))),
             over: Arc::default(),
             traces: Arc::default(),
+            cgroup: Arc::default(),
         }
+    }
+
+    /// What leads to its processes now, and whether its control group is among it. Reads that.
+    pub fn traces(&self) -> (Traces, bool) {
+        let traces = self.traces.lock();
+        let mut traces = traces.unwrap_or_else(PoisonError::into_inner).clone();
+        let cgroup = self.cgroup.lock();
+        let cgroup = cgroup.unwrap_or_else(PoisonError::into_inner).clone();
+        traces.in_cgroup = cgroup.as_ref().map_or(Vec::new(), ShardCgroup::pids);
+        (traces, cgroup.is_some())
     }
 
     pub fn is_over(&self) -> bool {
@@ -150,6 +163,7 @@ impl ShardTask {
         task.adopted = remnant != Remnant::Untouched;
         let made = task.record.cgroup.as_deref();
         task.cgroup = made.and_then(ShardCgroup::open);
+        task.share_traces();
         for (command, process) in alive {
             task.watch(command, process);
         }
@@ -359,6 +373,12 @@ impl ShardTask {
             .iter()
             .map(RecordedProcess::id)
             .collect();
+        drop(traces);
+        let mut cgroup = self.handle.cgroup.lock();
+        let cgroup = cgroup
+            .as_mut()
+            .unwrap_or_else(|poisoned| poisoned.get_mut());
+        cgroup.clone_from(&self.cgroup);
     }
 
     fn open_output(&mut self) {

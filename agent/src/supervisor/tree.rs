@@ -141,6 +141,12 @@ impl ProcessTable {
             .collect()
     }
 
+    /// Zombies left out.
+    pub fn living(&self) -> BTreeSet<u32> {
+        let living = self.stats.iter().filter(|(_, stat)| stat.is_alive());
+        living.map(|(pid, _)| *pid).collect()
+    }
+
     pub fn boot_id(&self) -> &str {
         &self.boot_id
     }

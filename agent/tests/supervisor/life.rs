@@ -375,15 +375,13 @@ async fn the_agents_own_processes_are_known() {
         .start_shard(silent(SHARD, vec![script("sleep 600 & sleep 600")]));
     node.until_state(SHARD, ShardState::Ready).await;
     eventually("three processes", || {
-        node.supervisor.own_pids().unwrap().len() == 3
+        node.supervisor.processes().unwrap().own.len() == 3
     })
     .await;
-    assert!(
-        node.supervisor
-            .own_pids()
-            .unwrap()
-            .contains(&node.pid(SHARD))
-    );
+    let processes = node.supervisor.processes().unwrap();
+    let leader = node.pid(SHARD);
+    assert!(processes.own.contains(&leader));
+    assert!(processes.own.is_subset(&processes.living));
 }
 
 #[tokio::test]

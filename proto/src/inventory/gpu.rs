@@ -207,7 +207,7 @@ pub enum HealthCode {
     NotListed,
     Lost,
     NeedsReset,
-    /// The driver answers with an error for this GPU.
+    /// The driver answers with an error for this GPU, or not at all any more.
     DriverError,
     UncorrectedEcc,
     RowRemapPending,

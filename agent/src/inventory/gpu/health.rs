@@ -1,7 +1,9 @@
 //! What is wrong with a GPU: flags with their reasons, decided from the facts alone.
 
 use llmgw_proto::inventory::Reading;
-use llmgw_proto::inventory::gpu::{FabricState, Gpu, GpuProcess, HealthCode, HealthFlag};
+use llmgw_proto::inventory::gpu::{
+    DriverState, FabricState, Gpu, GpuProcess, HealthCode, HealthFlag,
+};
 
 use super::facts::{Cause, FabricFacts, GpuFacts, counted};
 
@@ -85,6 +87,19 @@ fn fabric(facts: &FabricFacts, flags: &mut Vec<HealthFlag>) {
         }
         _ => {}
     }
+}
+
+/// Flags a GPU whose driver does not answer any more. Without an age in the text: each look would be news.
+pub fn flag_silence(gpu: &mut Gpu, driver: DriverState) {
+    let what = match driver {
+        DriverState::Answering => return,
+        DriverState::Absent => "is gone",
+        DriverState::Failing => "fails",
+        DriverState::Unresponsive | DriverState::Other => "does not respond",
+    };
+    let reason = format!("the driver {what}, and what is known is from before");
+    add(&mut gpu.health, HealthCode::DriverError, reason);
+    gpu.health.sort_by_key(|flag| flag.code);
 }
 
 /// Sets or takes away the flag for memory that others hold, now that it is known which processes are `own`.

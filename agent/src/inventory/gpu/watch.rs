@@ -1,6 +1,7 @@
 //! The GPUs as they were last seen, for a supervisor that reads them at each heartbeat and must never wait.
 //!
-//! A thread of its own probes. When the driver falls silent or fails, the last values stay, marked stale.
+//! A thread of its own probes. When the driver falls silent or fails, the last values stay, marked stale, and each GPU is flagged: nothing new
+//! may be placed on a driver that does not answer.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
@@ -11,7 +12,7 @@ use llmgw_proto::inventory::gpu::{Backend, DriverState, Gpus, SourceCause};
 use tokio::sync::watch;
 
 use super::class::Classes;
-use super::health::settle_memory_held;
+use super::health::{flag_silence, settle_memory_held};
 use super::prober::{GpuSources, Probed, Prober};
 
 /// How often GPUs are looked at. Each look initialises the driver's library, which costs it some 100 ms.
@@ -23,6 +24,9 @@ pub struct GpuWatch {
     /// Dropped to end the thread.
     _stop: SyncSender<()>,
 }
+
+/// Tells of probes that have ended, those of before it was made included.
+pub struct Probes(watch::Receiver<Option<Arc<Seen>>>);
 
 /// What is known, and since when.
 #[derive(Debug, Clone)]
@@ -77,25 +81,37 @@ impl GpuWatch {
         self.seen.borrow().as_ref().map(|seen| seen.answered)
     }
 
-    /// Until the next probe has ended.
-    pub async fn changed(&mut self) {
-        // The thread lives as long as this does; should it have died, there is nothing to wait for.
-        if self.seen.changed().await.is_err() {
+    /// To wait for probes.
+    pub fn probes(&self) -> Probes {
+        Probes(self.seen.clone())
+    }
+}
+
+impl Probes {
+    /// Until another probe has ended. Nothing is lost if this is dropped before it returns.
+    pub async fn next(&mut self) {
+        // The thread lives as long as the watch does; should it have died, there is nothing to wait for.
+        if self.0.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
     }
 }
 
 impl Seen {
-    /// The values at a time: those of a driver that no longer answers carry their age.
+    /// The values at a time: those of a driver that no longer answers carry their age, and a flag.
     fn at(&self, now: Instant) -> Gpus {
         if self.gpus.driver == DriverState::Answering {
             return self.gpus.clone();
         }
         let age = now.saturating_duration_since(self.answered).as_millis();
-        self.gpus
+        let mut gpus = self
+            .gpus
             .clone()
-            .aged(u64::try_from(age).unwrap_or(u64::MAX))
+            .aged(u64::try_from(age).unwrap_or(u64::MAX));
+        for gpu in &mut gpus.devices {
+            flag_silence(gpu, self.gpus.driver);
+        }
+        gpus
     }
 }
 
@@ -188,7 +204,7 @@ mod tests {
     use crate::inventory::gpu::facts::source_failure;
     use crate::inventory::gpu::scripts::Scripts;
     use crate::inventory::gpu::smi;
-    use llmgw_proto::inventory::gpu::HealthCode;
+    use llmgw_proto::inventory::gpu::{HealthCode, HealthFlag};
 
     fn answer(rows: &str) -> Probed {
         let smi = smi::tests::Recorded::new(rows);
@@ -228,12 +244,22 @@ mod tests {
         assert_eq!(gpus.devices[7].memory.total_mib, stale);
         assert_eq!(gpus.devices[7].class.known(), None);
         assert_eq!(gpus.devices[7].class.value().unwrap(), "l40s-45g");
+        // As they are said a minute later: a text that changed would be news each time.
+        let later_still = seen.at(later + Duration::from_secs(60));
+        for gpu in gpus.devices.iter().chain(&later_still.devices) {
+            let flag = HealthFlag {
+                code: HealthCode::DriverError,
+                reason: "the driver does not respond, and what is known is from before".to_owned(),
+            };
+            assert_eq!(gpu.health, [flag]);
+        }
 
         let back = follow(Some(&seen), answer("l40s-8x"), later, &mut classes);
         let gpus = back.at(later);
         assert_eq!(gpus.driver, DriverState::Answering);
         assert_eq!(gpus.devices[0].memory.total_mib, Reading::Known(46_068));
         assert!(gpus.passed_over.is_empty());
+        assert!(gpus.devices.iter().all(|gpu| gpu.health.is_empty()));
     }
 
     #[test]
@@ -246,6 +272,9 @@ mod tests {
         assert_eq!(gpus.driver, DriverState::Failing);
         assert_eq!(gpus.devices.len(), 1);
         assert!(gpus.devices[0].uuid.known().is_none());
+        let flag = &gpus.devices[0].health[0];
+        assert_eq!(flag.code, HealthCode::DriverError);
+        assert!(flag.reason.starts_with("the driver fails, "));
     }
 
     #[test]
@@ -290,13 +319,14 @@ mod tests {
             deadline: Duration::from_secs(120),
             ..GpuSources::default()
         };
-        let mut watch = GpuWatch::start(sources, Duration::from_millis(1)).unwrap();
-        watch.changed().await;
+        let watch = GpuWatch::start(sources, Duration::from_millis(1)).unwrap();
+        let mut probes = watch.probes();
+        probes.next().await;
         let seen = watch.latest(&|_| false).unwrap();
         assert!(seen.devices[0].has(HealthCode::MemoryHeld));
         assert_eq!(seen.driver, DriverState::Answering);
         // Now one fails: what was known stays, and is stale.
-        watch.changed().await;
+        probes.next().await;
         let seen = watch.latest(&|_| false).unwrap();
         assert_eq!(seen.driver, DriverState::Failing);
         assert!(matches!(seen.devices[0].uuid, Reading::Stale { .. }));
