@@ -301,7 +301,9 @@ fn agents_stay_when_the_servers_certificate_is_renewed_and_go_with_the_authority
         renewed.serial
     );
     for node in NODES {
-        assert_eq!(fleet.node_state(node), "ready");
+        fleet.until("the node is still there", |fleet| {
+            fleet.node_state(node) == "ready"
+        });
         assert_eq!(connected(&fleet, node), 1, "{}", fleet.story());
     }
     // An authority that replaces theirs ends their sessions; with their own back they come back.

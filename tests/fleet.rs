@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use fleet::{Fleet, PATIENT, Program, asserts_whole, is_alive, models, name_of, other};
+use fleet::{Fleet, IMPATIENT, PATIENT, Program, asserts_whole, is_alive, models, name_of, other};
 
 #[test]
 fn three_replicas_spread_over_two_nodes_serve_and_their_snapshot_replays_to_the_same_decision() {
@@ -55,7 +55,7 @@ fn a_server_that_is_killed_finds_every_replica_again_and_starts_none_twice() {
     fleet.kill_server();
     assert_eq!(fleet.engines(), before, "they serve without the server");
     // As long as agents may take to come back.
-    fleet.set_timing("heartbeat: 500ms, lost_after: 10m, recovery: 8s");
+    fleet.set_timing("heartbeat: 10s, lost_after: 10m, recovery: 20s");
     fleet.start_server();
     // It waits for a replica instead of failing.
     fleet.asserts_chat();
@@ -187,7 +187,7 @@ fn a_model_that_leaves_the_catalog_is_stopped_once_that_is_meant() {
 
 #[test]
 fn a_node_that_was_frozen_is_replaced_and_its_surplus_goes_when_it_is_back() {
-    let fleet = Fleet::with_replicas("heartbeat: 500ms, lost_after: 2s, recovery: 0s", 2);
+    let fleet = Fleet::with_replicas(IMPATIENT, 2);
     assert_eq!(fleet.spread(), [1, 1]);
     fleet.signal_agent("n1", Signal::SIGSTOP);
     fleet.until("the node is lost", |fleet| fleet.node_state("n1") == "lost");

@@ -24,8 +24,8 @@ use fleet::{Fleet, PATIENT, Program, models};
 use harness::{Client, End};
 
 /// As long as agents may take to come back.
-const RECOVERING: &str = "heartbeat: 500ms, lost_after: 10m, recovery: 8s";
-const IMPATIENT: &str = "heartbeat: 500ms, lost_after: 2s, recovery: 8s";
+const RECOVERING: &str = "heartbeat: 3s, lost_after: 10m, recovery: 20s";
+const IMPATIENT: &str = "heartbeat: 3s, lost_after: 12s, recovery: 20s";
 /// The least time between a failure and the next start.
 const BACKOFF_FIRST: Duration = Duration::from_secs(5);
 /// How long an answer may be silent: for longer than a request may have to wait.

@@ -12,7 +12,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use fleet::net::{self, Net};
-use fleet::{Engine, Fleet, NODES, PATIENT, Plan, Program, SERVER, is_alive, models};
+use fleet::{Engine, Fleet, IMPATIENT, NODES, Plan, Program, SERVER, WATCHFUL, is_alive, models};
 use harness::{Client, chat};
 
 const THREE: [&str; 3] = ["n1", "n2", "n3"];
@@ -142,8 +142,7 @@ fn a_node_that_is_cut_off_is_missed_on_both_ends_replaced_and_nothing_runs_twice
     ) {
         return;
     }
-    let timing = "heartbeat: 500ms, lost_after: 3s, recovery: 0s";
-    let fleet = hosts(&NODES, timing, 2);
+    let fleet = hosts(&NODES, IMPATIENT, 2);
     assert_eq!(fleet.spread(), [1, 1]);
     let engines = fleet.engines();
     let alone = engines.iter().find(|engine| engine.node == "n1").unwrap();
@@ -176,7 +175,7 @@ fn a_cut_that_is_over_before_the_node_is_lost_moves_nothing() {
     if !net::is_possible("a_cut_that_is_over_before_the_node_is_lost_moves_nothing") {
         return;
     }
-    let fleet = hosts(&NODES, PATIENT, 2);
+    let fleet = hosts(&NODES, WATCHFUL, 2);
     let (replicas, engines) = (fleet.replicas(), fleet.engines());
     cut(&fleet, fleet.host("n1"));
     until_noticed(&fleet, "n1");
@@ -200,8 +199,7 @@ fn a_server_that_is_cut_off_from_all_nodes_blames_itself_and_moves_nothing() {
     {
         return;
     }
-    let timing = "heartbeat: 500ms, lost_after: 2s, recovery: 0s";
-    let fleet = hosts(&THREE, timing, 3);
+    let fleet = hosts(&THREE, IMPATIENT, 3);
     assert_eq!(fleet.spread(), [1, 1, 1]);
     let (replicas, engines) = (fleet.replicas(), fleet.engines());
     cut(&fleet, SERVER);
@@ -237,7 +235,7 @@ fn a_request_that_a_cut_off_replica_has_is_answered_by_another_one() {
     if !net::is_possible("a_request_that_a_cut_off_replica_has_is_answered_by_another_one") {
         return;
     }
-    let fleet = hosts(&NODES, PATIENT, 2);
+    let fleet = hosts(&NODES, WATCHFUL, 2);
     assert_eq!(fleet.spread(), [1, 1]);
     // One slot each: two at once are on both, and leave a connection to each.
     let both = || {

@@ -219,7 +219,7 @@ impl Site {
     fn good(&self, log: &str, hash: &str) -> String {
         format!(
             "listen: 127.0.0.1:0\nadmin: {{listen: \"127.0.0.1:0\", token: \"${{ADMIN_TOKEN}}\"}}\nstate: state-server\nlog: {log}\n\
-             agents: {{heartbeat: 500ms, recovery: 0s, listen: \"127.0.0.1:0\", \
+             agents: {{heartbeat: 10s, recovery: 0s, listen: \"127.0.0.1:0\", \
              tls: {{cert: server/server.pem, key: server/server-key.pem, ca: ca/ca.pem, ca_key: ca/ca-key.pem}}}}\n\
              tenants:\n  - {{name: research, keys: [\"{hash}\"]}}\n\
              models:\n  - {{name: fake, source: /m.gguf, replicas: 2, profiles: [{{name: cpu, engine: llamacpp, slots: 4}}]}}\n  \

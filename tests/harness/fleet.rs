@@ -30,7 +30,7 @@ use super::harness::{Answer, Client, End, chat};
 
 /// No test waits for longer; none waits for less than what it waits for.
 const PATIENCE: Duration = Duration::from_secs(180);
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// An agent that has not stopped by then is killed.
 const STOP_MAX: Duration = Duration::from_secs(5);
 /// The nodes of a fleet that needs no third one.
@@ -101,8 +101,12 @@ impl Plan {
     }
 }
 
-/// Nodes that are lost only after a long time, and nothing to recover.
-pub const PATIENT: &str = "heartbeat: 500ms, lost_after: 10m, recovery: 0s";
+/// Nodes that are missed only where their connection ends, and lost only after a long time; and nothing to recover.
+pub const PATIENT: &str = "heartbeat: 10s, lost_after: 10m, recovery: 0s";
+/// Nodes that are missed where they are silent, yet not where the machine stalls for a moment.
+pub const WATCHFUL: &str = "heartbeat: 3s, lost_after: 10m, recovery: 0s";
+/// And that are lost soon after.
+pub const IMPATIENT: &str = "heartbeat: 3s, lost_after: 12s, recovery: 0s";
 
 impl Fleet {
     /// A server that declares nothing yet, and both agents, connected.

@@ -15,7 +15,7 @@ use super::harness::Client;
 
 /// No test waits for longer; none waits for less than what it waits for.
 const PATIENCE: Duration = Duration::from_secs(90);
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// An authority, a server with TLS, and the agents of one test. All ended when dropped, and their directory removed.
 pub struct Site {
@@ -59,7 +59,7 @@ impl Site {
             false => "",
         };
         let text = format!(
-            "state: server\nagents: {{heartbeat: 500ms, recovery: 0s, \
+            "state: server\nagents: {{heartbeat: 10s, recovery: 0s, \
              tls: {{cert: tls/server.pem, key: tls/server-key.pem, ca: ca/ca.pem{key}}}}}\nmodels: []\n"
         );
         fs::write(self.dir.join("llmgw.yaml"), text).unwrap();

@@ -13,8 +13,8 @@ use nix::unistd::Pid;
 
 use crate::StateView;
 
-/// How long a control request may take, in milliseconds.
-const CONTROL_MAX_MS: u64 = 10_000;
+/// How long a control request may take, on a machine that stalls, in milliseconds.
+const CONTROL_MAX_MS: u64 = 60_000;
 /// How often the state is looked at while waiting, in milliseconds.
 const LOOK_EVERY_MS: u64 = 5;
 

@@ -9,7 +9,7 @@ use client::{Client, chat, get, post};
 use fake_engine::{Kind, Options, Running, start};
 
 const CHAT: &str = "/v1/chat/completions";
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 fn engine(kind: Kind) -> Running {
     start(Options::new(kind)).unwrap()

@@ -12,7 +12,7 @@ use nix::sys::signal::kill;
 use nix::unistd::{Pid, getsid};
 
 const CHAT: &str = "/v1/chat/completions";
-const SOON: Duration = Duration::from_secs(10);
+const SOON: Duration = Duration::from_secs(60);
 
 fn spawn(args: &[&str]) -> Process {
     Process::spawn(Path::new(env!("CARGO_BIN_EXE_fake-engine")), args).unwrap()
