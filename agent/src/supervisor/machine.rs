@@ -9,12 +9,14 @@
 //! mean that its place can be given away. The one exception says so: processes that no signal ends.
 
 mod ending;
+mod probing;
 
 use std::fmt;
 
 use llmgw_proto::shard::{Exit, ShardSpec, ShardState, WaitFor};
 
 use super::spec_store::Asked;
+use probing::Silence;
 
 /// What is left of a shard that failed gets this long between SIGTERM and SIGKILL, or its own grace if that is shorter.
 pub const FAILURE_GRACE_MAX_MS: u64 = 5_000;
@@ -22,8 +24,6 @@ pub const FAILURE_GRACE_MAX_MS: u64 = 5_000;
 pub const KILL_WAIT_MAX_MS: u64 = 10_000;
 /// How long the GPUs' memory may take to fall once the processes are gone.
 pub const RELEASE_WAIT_MAX_MS: u64 = 30_000;
-/// So many answers in a row that say "not ready" take a ready engine out. Answers that do not come say nothing.
-pub const UNREADY_PROBES: u32 = 3;
 
 /// What of a spec the machine needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,6 +69,8 @@ pub struct Life {
     step_by_ms: Option<u64>,
     ending: Ending,
     unready_probes: u32,
+    /// Of a ready engine, from the first question that it did not answer on.
+    silence: Option<Silence>,
     /// What is still there, while it is stopped.
     remains: String,
 }
@@ -143,8 +145,8 @@ pub enum Action {
     ProbeSeldom,
     /// No more questions, no more waiting for addresses.
     LetBe,
-    /// Put on record that it was ready.
-    RecordReady,
+    /// Put on record whether it is ready.
+    RecordReady(bool),
     /// SIGTERM to every process of it, and a look now and then whether any is left.
     Terminate,
     /// SIGKILL likewise.
@@ -234,6 +236,7 @@ impl Life {
             step_by_ms: None,
             ending: Ending::No,
             unready_probes: 0,
+            silence: None,
             remains: String::new(),
         };
         (life, vec![Action::Report, Action::Check])
@@ -381,8 +384,9 @@ impl Life {
         self.state = ShardState::Ready;
         self.start_by_ms = None;
         self.unready_probes = 0;
+        self.silence = None;
         self.reason.clear();
-        vec![Action::RecordReady, Action::Report, then]
+        vec![Action::RecordReady(true), Action::Report, then]
     }
 
     fn exited(&mut self, plan: &Plan, command: usize, exit: Exit, now_ms: u64) -> Vec<Action> {
@@ -404,36 +408,6 @@ impl Life {
             exit => format!("`{name}` {exit}"),
         };
         self.fail(plan, Reason::new("exited", text), Some(exit), now_ms)
-    }
-
-    fn probed(&mut self, plan: &Plan, probed: &Probed, now_ms: u64) -> Vec<Action> {
-        match (self.state, probed) {
-            (ShardState::Loading, Probed::Ready) => self.ready(Action::ProbeSeldom),
-            (ShardState::Ready, Probed::Ready) => {
-                self.unready_probes = 0;
-                Vec::new()
-            }
-            (ShardState::Loading, Probed::NotReady(what) | Probed::Silent(what)) => {
-                if self.reason == *what {
-                    return Vec::new();
-                }
-                self.reason.clone_from(what);
-                vec![Action::Report]
-            }
-            (ShardState::Ready, Probed::NotReady(what)) => {
-                self.unready_probes += 1;
-                if self.unready_probes < UNREADY_PROBES {
-                    return Vec::new();
-                }
-                self.state = ShardState::Loading;
-                self.start_by_ms = Some(now_ms.saturating_add(plan.start_deadline_ms));
-                self.reason = format!("it was ready, and is not any more: {what}");
-                vec![Action::Report, Action::ProbeOften]
-            }
-            // It may be busy: the gateway sees whether requests are answered.
-            (ShardState::Ready, Probed::Silent(_)) => Vec::new(),
-            _ => Vec::new(),
-        }
     }
 
     fn ask(&mut self, plan: &Plan, asked: Asked, now_ms: u64) -> Vec<Action> {

@@ -306,9 +306,9 @@ impl ShardTask {
             Action::ProbeOften => self.probe(self.context.options.pace.probe_loading),
             Action::ProbeSeldom => self.probe(self.context.options.pace.probe_ready),
             Action::LetBe => self.asking = None,
-            Action::RecordReady => {
-                self.record.ready = true;
-                self.save("that the shard is ready").await;
+            Action::RecordReady(ready) => {
+                self.record.ready = ready;
+                self.save("whether the shard is ready").await;
             }
             Action::Terminate => self.end(Force::Terminate),
             Action::Kill => self.end(Force::Kill),

@@ -1,3 +1,4 @@
+use super::probing::{SILENCE_MAX_MS, SILENCE_TOLD_MS};
 use super::*;
 
 const SECOND_MS: u64 = 1_000;
@@ -125,7 +126,11 @@ fn a_shard_is_ready_when_its_engine_says_so_and_not_when_its_process_runs() {
         .then(not_ready("/health answers 503"))
         .is(ShardState::Loading, "/health answers 503", &[])
         .then(Event::Probed(Probed::Ready));
-    let actions = [Action::RecordReady, Action::Report, Action::ProbeSeldom];
+    let actions = [
+        Action::RecordReady(true),
+        Action::Report,
+        Action::ProbeSeldom,
+    ];
     story.is(ShardState::Ready, "", &actions);
 }
 
@@ -135,7 +140,7 @@ fn a_shard_without_http_is_ready_while_its_commands_run() {
         serves_http: false,
         ..single()
     };
-    let actions = [Action::RecordReady, Action::Report, Action::LetBe];
+    let actions = [Action::RecordReady(true), Action::Report, Action::LetBe];
     Story::new(silent)
         .started()
         .is(ShardState::Ready, "", &actions)
@@ -299,15 +304,85 @@ fn an_engine_that_is_silent_or_says_no_once_stays_ready() {
         .is(ShardState::Ready, "", &[]);
 }
 
+fn silent() -> Event {
+    Event::Probed(Probed::Silent("/health did not answer".to_owned()))
+}
+
+impl Story {
+    /// Asked each ten seconds, from the first question that is not answered on.
+    fn silent_for(mut self, ms: u64) -> Story {
+        self = self.then(silent());
+        let until_ms = self.now_ms + ms;
+        while self.now_ms < until_ms {
+            self.now_ms += 9 * SECOND_MS;
+            self = self.then(silent());
+        }
+        self
+    }
+}
+
+#[test]
+fn an_engine_that_answers_nothing_for_a_minute_has_that_said_of_it_until_it_answers() {
+    let said = "no answer for 60 s: /health did not answer";
+    let story = || Story::new(single()).ready();
+    story()
+        .silent_for(SILENCE_TOLD_MS - 10 * SECOND_MS)
+        .is(ShardState::Ready, "", &[])
+        .then(Event::Probed(Probed::Ready))
+        .silent_for(SILENCE_TOLD_MS - 10 * SECOND_MS)
+        .is(ShardState::Ready, "", &[]);
+    for answer in [Event::Probed(Probed::Ready), not_ready("503")] {
+        story()
+            .silent_for(SILENCE_TOLD_MS)
+            .is(ShardState::Ready, said, &[Action::Report])
+            .then(silent())
+            .is(ShardState::Ready, said, &[])
+            .then(answer)
+            .is(ShardState::Ready, "", &[Action::Report]);
+    }
+}
+
+#[test]
+fn an_engine_that_answers_nothing_at_all_fails_in_the_end() {
+    let told = "no answer for 60 s: /health did not answer";
+    Story::new(single())
+        .ready()
+        .silent_for(SILENCE_MAX_MS - 10 * SECOND_MS)
+        .is(ShardState::Ready, told, &[])
+        .silent_for(10 * SECOND_MS)
+        .is(
+            ShardState::Stopping,
+            "unresponsive: no answer for 600 s: /health did not answer",
+            &[Action::LetBe, Action::Report, Action::Terminate],
+        );
+}
+
+#[test]
+fn an_agent_that_was_frozen_does_not_take_its_own_silence_for_the_engines() {
+    let mut story = Story::new(single()).ready().then(silent());
+    story.now_ms += 2 * SILENCE_MAX_MS;
+    story
+        .then(silent())
+        .is(ShardState::Ready, "", &[])
+        .then(Event::Probed(Probed::Ready))
+        .is(ShardState::Ready, "", &[]);
+}
+
 #[test]
 fn an_engine_that_says_no_again_and_again_is_not_ready_and_fails_if_it_stays_so() {
     let lost = "it was ready, and is not any more: 503";
+    // The next agent must not take it for ready either.
+    let fallen = [
+        Action::RecordReady(false),
+        Action::Report,
+        Action::ProbeOften,
+    ];
     Story::new(single())
         .ready()
         .then(not_ready("503"))
         .then(not_ready("503"))
         .then(not_ready("503"))
-        .is(ShardState::Loading, lost, &[Action::Report, Action::ProbeOften])
+        .is(ShardState::Loading, lost, &fallen)
         .time_passes()
         .is(
             ShardState::Stopping,
