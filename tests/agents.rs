@@ -291,6 +291,68 @@ async fn an_agent_that_is_told_to_stops_its_engines_and_says_so() {
     );
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_agent_that_stops_its_engines_drains_meanwhile_and_refuses_new_ones() {
+    let directory = Directory::new();
+    let mut server = Server::start().await;
+    let config = directory.write("agent.yaml", "engines: {fake: {commands: {sh: /bin/sh}}}\n");
+    let state = directory.0.join("state");
+    let (config, state) = (config.to_str().unwrap(), state.to_str().unwrap());
+    let mut agent = Llmgw::start(&[
+        "agent",
+        "--server",
+        &server.url,
+        "--node",
+        "n1",
+        "--config",
+        config,
+        "--state",
+        state,
+        "--stop-engines",
+    ]);
+    server.until_node(NodeState::Ready).await;
+    // It ends when it is killed, and not before.
+    let script = "trap '' TERM; while :; do sleep 600; done";
+    let slow = ShardSpec {
+        commands: vec![ShardCommand {
+            executable: "sh".to_owned(),
+            args: vec!["-c".to_owned(), script.to_owned()],
+            env: BTreeMap::new(),
+            wait_for: None,
+            sidecar: false,
+        }],
+        ports: Vec::new(),
+        serves_http: false,
+        stop_grace_ms: 600_000,
+        ..engine_spec()
+    };
+    let next = ShardSpec {
+        shard: "m/1/0".to_owned(),
+        replica: "m/1".to_owned(),
+        ..slow.clone()
+    };
+    server.send(ServerMessage::start(Arc::new(slow)));
+    let is_ready = |status: &ShardStatus| status.state == ShardState::Ready;
+    server.until_shard("the engine runs", is_ready).await;
+    agent.signal(Signal::SIGTERM);
+    server.until_node(NodeState::Draining).await;
+    let is_stopping = |status: &ShardStatus| status.state == ShardState::Stopping;
+    server.until_shard("it is being stopped", is_stopping).await;
+    server.send(ServerMessage::start(Arc::new(next)));
+    let is_refused = |observed: &Observed| {
+        let next = observed.nodes["n1"].shards.get("m/1/0");
+        next.is_some_and(|next| next.status.reason.starts_with("agent_stops: "))
+    };
+    let observed = server.until("the next one is refused", is_refused).await;
+    assert_eq!(observed.nodes["n1"].state, NodeState::Draining);
+    server.send(ServerMessage::StopShard(StopShard {
+        shard: "m/0/0".to_owned(),
+        how: StopHow::Kill,
+    }));
+    assert!(agent.ends().success());
+    server.until_node(NodeState::Unreachable).await;
+}
+
 #[test]
 fn a_server_that_was_killed_is_found_again_and_an_agent_that_leaves_says_goodbye_in_time() {
     let directory = Directory::new();

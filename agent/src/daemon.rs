@@ -290,6 +290,7 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
     if setup.stop_engines {
         // The server hears of each of them, so the goodbye comes last. A second signal leaves them running.
         tracing::info!("stopping the engines{}", stop.hint());
+        session.stops_engines();
         tokio::select! {
             () = supervisor.shutdown(true) => session.engines_were_stopped(),
             () = stop.asked() => {}

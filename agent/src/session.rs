@@ -23,7 +23,7 @@ use std::time::Duration;
 use llmgw_proto::identity::{Certificate, Fingerprint, Moment, problem};
 use llmgw_proto::inventory::Inventory;
 use llmgw_proto::link::KeepAlive;
-use llmgw_proto::session::{PortRange, Refusal, RefusalCode};
+use llmgw_proto::session::{PortRange, Refusal, RefusalCode, ShardReport};
 use llmgw_proto::shard::{LogLine, ShardSpec, ShardStatus};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -43,8 +43,12 @@ pub trait ShardHost: Send + Sync + 'static {
     /// Changes from now on.
     fn changes(&self) -> Box<dyn ShardChanges>;
 
-    /// Returns at once; what becomes of it is a change.
-    fn start_shard(&self, spec: ShardSpec);
+    /// Returns at once; what becomes of it is a change. One that runs already stays as it is.
+    ///
+    /// # Errors
+    /// It is refused, and nothing else will be heard of it: what the server is to be told. With the spec, unless something else of
+    /// this node has its name.
+    fn start_shard(&self, spec: ShardSpec) -> Result<(), Box<ShardReport>>;
 
     /// `false`: there is no such shard.
     fn drain_shard(&self, shard: &str) -> bool;
@@ -110,6 +114,8 @@ pub struct Session {
     connected: watch::Sender<bool>,
     /// The certificate that the server saw last, for the operator.
     shown: Mutex<Option<Certificate>>,
+    /// The engines are being stopped: nothing new may come, and what they ran is to come up elsewhere.
+    stops_engines: watch::Sender<bool>,
     /// The engines run on when the agent stops.
     engines_stay: AtomicBool,
 }
@@ -165,6 +171,7 @@ impl Session {
             machine: boot.map(|boot| boot.trim().to_owned()).unwrap_or_default(),
             connected: watch::Sender::new(false),
             shown: Mutex::new(None),
+            stops_engines: watch::Sender::new(false),
             engines_stay: AtomicBool::new(true),
         }
     }
@@ -172,6 +179,16 @@ impl Session {
     /// Whether the server welcomed the session that there is.
     pub fn connected(&self) -> watch::Receiver<bool> {
         self.connected.subscribe()
+    }
+
+    /// The engines are stopped from now on: the server is told at once that this node drains, which no restart remembers.
+    pub fn stops_engines(&self) {
+        self.stops_engines.send_replace(true);
+    }
+
+    /// Whether the server is to give this node nothing new.
+    fn drains(&self) -> bool {
+        self.drain.is_draining() || *self.stops_engines.borrow()
     }
 
     /// The goodbye will say that no engine runs on.

@@ -1,7 +1,8 @@
 //! Starts engines, keeps them, and takes over those that an earlier agent left running.
 //!
 //! ```text
-//! start_shard  supervisor.rs  refuse a second spec, claim GPUs and ports; one task per shard (shard.rs)
+//! start_shard  supervisor.rs  claim GPUs and ports; one task per shard (shard.rs)
+//! admit        admission.rs   refuse a second spec, one too many, all while the agent stops
 //! check        preflight.rs   executable, GPUs, ports
 //! record       spec_store.rs  spec on disk before anything runs
 //! start        process.rs     session, environment, control group; pid on disk before it executes anything
@@ -13,6 +14,7 @@
 //!
 //! What is deliberately absent: restarts. A shard that fails is reported, and the server tries elsewhere.
 
+mod admission;
 pub mod adopt;
 pub mod board;
 pub mod cgroup;
@@ -42,22 +44,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use llmgw_proto::shard::{LogLine, NOT_GONE, ShardSpec, ShardState, ShardStatus};
+use llmgw_proto::shard::{LogLine, ShardSpec, ShardState, ShardStatus};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub use admission::Refused;
+use admission::{Admission, refused};
 pub use board::StatusChanges;
 use gpu::{GpuFacts, NoGpus};
 pub use launch::EngineAllowance;
-use machine::Reason;
 use preflight::Claims;
 use shard::{Context, Handle, ShardTask, wall_ms};
 use spec_store::{Asked, StoreError};
 pub use takeover::{Adopted, Outcome};
 use tree::{Environ, ProcessTable, read_environ};
 
-/// Shards that a node runs at a time.
-const SHARDS_MAX: usize = 256;
 /// How long a shutdown that leaves the engines running waits for the shards' tasks.
 const LEAVE_MAX: Duration = Duration::from_millis(1_500);
 
@@ -266,22 +267,22 @@ impl Supervisor {
         self.context.lost.clone()
     }
 
-    /// Starts a shard. One that runs already with the same spec stays as it is. With another spec it is refused, as a failed
-    /// status with the other spec's hash, until the first one was stopped.
-    pub fn start_shard(&self, spec: ShardSpec) {
+    /// Starts a shard, or says why not. One that runs already with the same spec stays as it is; another spec is refused until that one
+    /// was stopped.
+    pub fn start_shard(&self, spec: ShardSpec) -> Option<Refused> {
         let handle = Handle::new(spec, Asked::Run);
         let mut shards = self.handles();
-        if let Err(refusal) = self.admit(&shards, &handle) {
-            if let Some(reason) = refusal {
-                self.refuse(&handle, &reason);
-            }
-            return;
+        match self.admit(&shards, &handle) {
+            Admission::Refused(reason) => return Some(refused(&shards, &handle, &reason)),
+            Admission::Runs => return None,
+            Admission::Granted => {}
         }
         let claims = claims(&shards);
         forget_oldest(&mut shards, &self.context);
         shards.insert(handle.spec.shard.clone(), handle.clone());
         let task = ShardTask::new(self.context.clone(), handle, claims);
         self.tasks.spawn(task.run());
+        None
     }
 
     /// Takes nothing new from now on. `false`: there is no such shard.
@@ -366,61 +367,6 @@ impl Supervisor {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         drop(lock);
-    }
-
-    /// Whether it may start. `Err(None)`: it runs already.
-    fn admit(
-        &self,
-        shards: &BTreeMap<String, Handle>,
-        handle: &Handle,
-    ) -> Result<(), Option<Reason>> {
-        if self.closing.load(Ordering::Acquire) {
-            return Err(Some(Reason::new(
-                "agent_stops",
-                "the agent is being stopped",
-            )));
-        }
-        let shard = &handle.spec.shard;
-        let has_ended = |running: &Handle| {
-            let status = self.context.board.get(shard, &running.spec_hash);
-            status.is_some_and(|status| status.state.is_over())
-        };
-        match shards.get(shard) {
-            Some(running) if !running.is_over() && has_ended(running) => {
-                let text = "what is left of its last run does not end, and still holds its place";
-                return Err(Some(Reason::new(NOT_GONE, text)));
-            }
-            Some(running) if !running.is_over() && running.spec_hash == handle.spec_hash => {
-                return Err(None);
-            }
-            Some(running) if !running.is_over() => {
-                let text =
-                    format!("shard `{shard}` runs with another spec, and has to be stopped first");
-                return Err(Some(Reason::new("duplicate_shard", text)));
-            }
-            _ => {}
-        }
-        let living = shards.values().filter(|handle| !handle.is_over()).count();
-        if living >= SHARDS_MAX {
-            let text = format!("the node runs {living} shards, which is its limit");
-            return Err(Some(Reason::new("too_many_shards", text)));
-        }
-        Ok(())
-    }
-
-    fn refuse(&self, handle: &Handle, reason: &Reason) {
-        let reason = reason.to_string();
-        tracing::warn!(shard = handle.spec.shard, reason, "a shard is refused");
-        self.context.board.put(ShardStatus {
-            shard: handle.spec.shard.clone(),
-            spec_hash: handle.spec_hash.clone(),
-            state: ShardState::Failed,
-            reason,
-            exit: None,
-            log_tail: Vec::new(),
-            since_ms: wall_ms(),
-            adopted: false,
-        });
     }
 
     fn ask(&self, shard: &str, asked: Asked) -> bool {

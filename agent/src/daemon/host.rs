@@ -4,6 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use llmgw_proto::session::ShardReport;
 use llmgw_proto::shard::{LogLine, ShardSpec, ShardStatus};
 
 use crate::session::{ShardChanges, ShardHost};
@@ -20,8 +21,14 @@ impl ShardHost for Shards {
         Box::new(Changes(self.0.status()))
     }
 
-    fn start_shard(&self, spec: ShardSpec) {
-        self.0.start_shard(spec);
+    fn start_shard(&self, spec: ShardSpec) -> Result<(), Box<ShardReport>> {
+        match self.0.start_shard(spec) {
+            Some(refused) => Err(Box::new(ShardReport {
+                spec: refused.spec,
+                status: refused.status,
+            })),
+            None => Ok(()),
+        }
     }
 
     fn drain_shard(&self, shard: &str) -> bool {

@@ -45,7 +45,7 @@ impl Session {
             ports: options.ports,
             engines: options.engines.clone(),
             models_dir: options.models_dir.clone(),
-            draining: self.drain.is_draining(),
+            draining: self.drains(),
             inventory: ToldInventory::Inventory(inventory),
             shards: shards
                 .into_iter()

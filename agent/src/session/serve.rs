@@ -12,11 +12,11 @@ use llmgw_proto::convert::Framed;
 use llmgw_proto::identity::Fingerprint;
 use llmgw_proto::link::{Dialled, Heard, Hearing};
 use llmgw_proto::session::{
-    AgentMessage, Goodbye, LogChunk, ServerMessage, SessionId, StartShard, StopHow, StopShard,
-    TailLog,
+    AgentMessage, Goodbye, LogChunk, ServerMessage, SessionId, ShardReport, StartShard, StopHow,
+    StopShard, TailLog,
 };
 use llmgw_proto::shard::{LogLine, ShardState, ShardStatus};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -43,6 +43,7 @@ pub(super) struct Serving<'a> {
     outgoing: mpsc::Sender<Framed<AgentMessage>>,
     dialled: Dialled,
     changes: Box<dyn ShardChanges>,
+    stops_engines: watch::Receiver<bool>,
     told: Told,
     waiting: VecDeque<AgentMessage>,
     /// Heartbeats that were due since the server last took something.
@@ -56,6 +57,7 @@ enum Step {
     Sent { is_open: bool },
     Heard(Heard<ServerMessage>),
     Changed(Vec<ShardStatus>),
+    StopsEngines,
     Beat,
 }
 
@@ -102,6 +104,7 @@ impl<'a> Serving<'a> {
             outgoing,
             dialled,
             changes,
+            stops_engines: session.stops_engines.subscribe(),
             told,
             waiting: VecDeque::new(),
             unread: 0,
@@ -125,6 +128,7 @@ impl<'a> Serving<'a> {
                 }
                 heard = self.heard.next(), if has_room => Step::Heard(heard),
                 statuses = self.changes.next(), if has_room => Step::Changed(statuses),
+                Ok(()) = self.stops_engines.changed() => Step::StopsEngines,
                 _ = self.heartbeats.tick() => Step::Beat,
             };
             let over = match step {
@@ -143,6 +147,10 @@ impl<'a> Serving<'a> {
                     for status in statuses {
                         self.report(status);
                     }
+                    None
+                }
+                Step::StopsEngines => {
+                    self.say_alive();
                     None
                 }
                 Step::Beat => self.beat(),
@@ -175,7 +183,7 @@ impl<'a> Serving<'a> {
     fn say_alive(&mut self) {
         self.waiting
             .retain(|waiting| !matches!(waiting, AgentMessage::Heartbeat(_)));
-        let draining = self.session.drain.is_draining();
+        let draining = self.session.drains();
         let inventory = self.session.inventory.latest();
         let message = self.told.heartbeat(&inventory, draining);
         self.waiting.push_back(message);
@@ -225,7 +233,10 @@ impl<'a> Serving<'a> {
     fn start(&mut self, start: StartShard) {
         let StartShard { spec, spec_hash } = start;
         if spec.hash() == spec_hash {
-            self.session.shards.start_shard(Arc::unwrap_or_clone(spec));
+            let refused = self.session.shards.start_shard(Arc::unwrap_or_clone(spec));
+            if let Err(report) = refused {
+                self.waiting.push_back(AgentMessage::ShardStatus(report));
+            }
             return;
         }
         // A part of it that this version does not know may be what keeps it from harm.
@@ -235,7 +246,7 @@ impl<'a> Serving<'a> {
         );
         tracing::error!("shard `{}` is not started: {reason}", spec.shard);
         let status = over(spec.shard.clone(), spec_hash, ShardState::Failed, reason);
-        let report = llmgw_proto::session::ShardReport {
+        let report = ShardReport {
             spec: Some(spec),
             status,
         };

@@ -80,8 +80,16 @@ impl ShardHost for Node {
         Box::new(Changes(self.changes.subscribe()))
     }
 
-    fn start_shard(&self, spec: ShardSpec) {
+    /// Refuses those of the model `refused`.
+    fn start_shard(&self, spec: ShardSpec) -> Result<(), Box<ShardReport>> {
         self.asked.send(format!("start {}", spec.shard)).unwrap();
+        match spec.shard.starts_with("refused/") {
+            true => Err(Box::new(ShardReport {
+                status: status(&spec, ShardState::Failed),
+                spec: Some(Arc::new(spec)),
+            })),
+            false => Ok(()),
+        }
     }
 
     fn drain_shard(&self, shard: &str) -> bool {
@@ -427,6 +435,34 @@ async fn a_spec_that_was_not_understood_whole_is_not_started() {
     running.stop.cancel();
     running.ends().await;
     assert!(asked.try_recv().is_err(), "nobody was asked to start it");
+}
+
+#[tokio::test]
+async fn a_shard_that_is_refused_is_reported_with_its_spec() {
+    let mut server = Server::start(QUIET).await;
+    let (node, _asked) = Node::new();
+    let _running = Running::start(session(server.address, &node, QUIET));
+    let (mut held, _) = server.welcomed(60_000).await;
+    held.say(ServerMessage::start(Arc::new(spec("refused/0/0"))))
+        .await;
+    let report = held.report().await;
+    assert_eq!(report.status.state, ShardState::Failed);
+    assert_eq!(report.spec.as_deref(), Some(&spec("refused/0/0")));
+}
+
+#[tokio::test]
+async fn an_agent_that_stops_its_engines_tells_at_once_that_it_drains_and_keeps_that_nowhere() {
+    let mut server = Server::start(QUIET).await;
+    let (node, _asked) = Node::new();
+    let running = Running::start(session(server.address, &node, QUIET));
+    let (mut held, _) = server.welcomed(60_000).await;
+    assert!(!held.heartbeat().await.draining);
+    running.session.stops_engines();
+    assert!(held.heartbeat().await.draining);
+    held.connection.cancel();
+    let (_held, register) = server.welcomed(60_000).await;
+    assert!(register.draining);
+    assert!(!node.is_draining());
 }
 
 #[tokio::test]

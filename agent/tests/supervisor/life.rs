@@ -189,21 +189,20 @@ async fn the_same_spec_again_changes_nothing_and_another_one_is_refused() {
     node.supervisor.start_shard(spec.clone());
     node.until_state(SHARD, ShardState::Ready).await;
     let pid = node.pid(SHARD);
-    node.supervisor.start_shard(spec.clone());
+    assert_eq!(node.supervisor.start_shard(spec.clone()), None);
     let other = ShardSpec {
         slots: Some(9),
         ..spec.clone()
     };
-    node.supervisor.start_shard(other.clone());
-    let refused = node
-        .until(SHARD, |status| status.spec_hash == other.hash())
-        .await;
-    assert_eq!(refused.state, ShardState::Failed);
+    let refused = node.supervisor.start_shard(other.clone()).unwrap();
+    assert_eq!(refused.status.state, ShardState::Failed);
+    assert_eq!(refused.status.spec_hash, other.hash());
     assert!(
-        refused.reason.starts_with("duplicate_shard: "),
+        refused.status.reason.starts_with("duplicate_shard: "),
         "{}",
-        refused.reason
+        refused.status.reason
     );
+    assert_eq!(refused.spec, None, "the spec of what runs is another one");
     assert_eq!(node.pid(SHARD), pid);
     let registered = node.supervisor.shards();
     assert_eq!(registered.len(), 1);
@@ -211,6 +210,19 @@ async fn the_same_spec_again_changes_nothing_and_another_one_is_refused() {
         (registered[0].1.state, &registered[0].0),
         (ShardState::Ready, &spec)
     );
+}
+
+#[tokio::test]
+async fn an_agent_that_stops_refuses_what_it_is_to_start_and_hands_back_its_spec() {
+    let node = Node::start().await;
+    node.supervisor.shutdown(true).await;
+    let spec = silent(SHARD, vec![script("exec sleep 600")]);
+    let refused = node.supervisor.start_shard(spec.clone()).unwrap();
+    assert_eq!(refused.spec.as_deref(), Some(&spec));
+    let said = (refused.status.state, refused.status.reason.as_str());
+    let expected = "agent_stops: the agent is being stopped";
+    assert_eq!(said, (ShardState::Failed, expected));
+    assert!(node.supervisor.shards().is_empty());
 }
 
 #[tokio::test]

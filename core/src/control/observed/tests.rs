@@ -652,6 +652,25 @@ fn a_second_spec_that_a_node_refused_does_not_hide_the_first_one_which_runs() {
 }
 
 #[test]
+fn a_shard_that_a_node_refused_has_failed_there_until_it_is_stopped() {
+    let mut heard = Heard::new();
+    heard.join("n1", 1);
+    let mut refused = report("m/0/0", ShardState::Failed, true);
+    refused.status.reason = "agent_stops: the agent is being stopped".to_owned();
+    let changes = heard.apply(shard("n1", 1, refused.clone()));
+    assert!(
+        matches!(changes[..], [Change::Shards { .. }]),
+        "{changes:?}"
+    );
+    assert_eq!(
+        heard.node("n1").shards["m/0/0"].status.reason,
+        refused.status.reason
+    );
+    heard.apply(shard("n1", 1, report("m/0/0", ShardState::Stopped, false)));
+    assert!(heard.node("n1").shards.is_empty());
+}
+
+#[test]
 fn a_node_that_reports_too_many_shards_keeps_those_that_it_has() {
     let mut heard = Heard::new();
     heard.join("n1", 1);
