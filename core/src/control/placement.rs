@@ -76,7 +76,8 @@ impl PlacementPolicy for llmgw_plugins::Decision<'_> {
     }
 }
 
-/// Decides: the profiles in order, until one has a candidate.
+/// Decides: the profiles in order, until one has a candidate. One that has only candidates where the model failed lately is taken where no
+/// later profile has a better one.
 pub fn place(snapshot: &Snapshot, job: &JobSpec, policy: &mut dyn PlacementPolicy) -> Decision {
     let nodes: Vec<NodeFacts<'_>> = snapshot
         .nodes
@@ -84,14 +85,24 @@ pub fn place(snapshot: &Snapshot, job: &JobSpec, policy: &mut dyn PlacementPolic
         .map(|(id, node)| NodeFacts::of(id, node))
         .collect();
     let surroundings = Surroundings::of(snapshot, &job.model);
-    let mut attempts = Vec::new();
+    let mut attempts: Vec<Attempt> = Vec::new();
+    let mut avoided = None;
     for profile in &job.profiles {
         let attempt = attempt(&nodes, &surroundings, job, profile, policy);
-        let found = !attempt.candidates.is_empty();
+        let best = attempt.candidates.first().map(|best| best.avoided);
         attempts.push(attempt);
-        if found {
-            break;
+        match best {
+            Some(false) => {
+                avoided = None;
+                break;
+            }
+            Some(true) => avoided = avoided.or(Some(attempts.len())),
+            None => {}
         }
+    }
+    // The chosen one is the last one.
+    if let Some(chosen) = avoided {
+        attempts.truncate(chosen);
     }
     Decision {
         model: job.model.clone(),

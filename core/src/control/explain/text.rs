@@ -26,8 +26,10 @@ pub(super) fn write(answer: &Explanation, f: &mut Formatter<'_>) -> Result {
             answer.model, answer.wanted
         )?,
     }
+    let chosen = answer.decision.chosen().map(|(attempt, _)| attempt);
     for (profile, attempt) in answer.profiles.iter().zip(&answer.decision.attempts) {
-        write_profile(profile, attempt, f)?;
+        let is_chosen = chosen.is_some_and(|chosen| std::ptr::eq(chosen, attempt));
+        write_profile(profile, attempt, is_chosen, f)?;
     }
     if !answer.placed {
         let changes: Vec<&str> = answer.fits_if.iter().map(|each| &*each.text).collect();
@@ -44,7 +46,12 @@ pub(super) fn write(answer: &Explanation, f: &mut Formatter<'_>) -> Result {
     Ok(())
 }
 
-fn write_profile(profile: &ProfileAnswer, attempt: &Attempt, f: &mut Formatter<'_>) -> Result {
+fn write_profile(
+    profile: &ProfileAnswer,
+    attempt: &Attempt,
+    is_chosen: bool,
+    f: &mut Formatter<'_>,
+) -> Result {
     line("asked", &profile.asked, f)?;
     let fleet = &profile.fleet;
     let plural = if fleet.nodes == 1 { "" } else { "s" };
@@ -57,7 +64,7 @@ fn write_profile(profile: &ProfileAnswer, attempt: &Attempt, f: &mut Formatter<'
         fleet.nodes, fleet.considered, fleet.fit
     );
     line("fleet", &counts, f)?;
-    write_candidates(attempt, f)?;
+    write_candidates(attempt, is_chosen, f)?;
     write_why(profile, f)?;
     if !attempt.candidates.is_empty() {
         return Ok(());
@@ -87,7 +94,7 @@ fn write_why(profile: &ProfileAnswer, f: &mut Formatter<'_>) -> Result {
     Ok(())
 }
 
-fn write_candidates(attempt: &Attempt, f: &mut Formatter<'_>) -> Result {
+fn write_candidates(attempt: &Attempt, is_chosen: bool, f: &mut Formatter<'_>) -> Result {
     let shown: Vec<String> = attempt
         .candidates
         .iter()
@@ -97,7 +104,11 @@ fn write_candidates(attempt: &Attempt, f: &mut Formatter<'_>) -> Result {
     let Some((first, others)) = shown.split_first() else {
         return Ok(());
     };
-    line("placed", first, f)?;
+    match is_chosen {
+        true => line("placed", first, f)?,
+        // Else this profile would have been taken.
+        false => line("avoided", &format!("{first}; it failed there lately"), f)?,
+    }
     lines("next", others.iter().map(String::as_str), f)?;
     if attempt.scored_by == ScoredBy::Native {
         line(

@@ -40,6 +40,27 @@ retry    when a replica stops, a node joins, or the catalog or policy changes (g
 }
 
 #[test]
+fn a_profile_that_is_avoided_is_shown_with_the_reason() {
+    let fleet = Build::default()
+        .gpus("a", "h100-sxm-80g", &[1])
+        .gpus("b", "l40s-45g", &[0])
+        .model(json!([
+            gpu_profile("h100-sxm-80g", 1, 1),
+            gpu_profile("l40s-45g", 1, 1)
+        ]));
+    let mut job = JobSpec::of(&fleet.0, "m", None).expect("it is there");
+    job.avoid = vec!["a".to_owned()];
+    let mut decide = |snapshot: &Snapshot, job: &JobSpec| place(snapshot, job, &mut NativePolicy);
+    let decision = decide(&fleet.0, &job);
+    let text = explain(&fleet.0, &job, decision, None, &mut decide).to_string();
+    let avoided = text.lines().find(|line| line.starts_with("avoided"));
+    let avoided = avoided.unwrap_or_else(|| panic!("{text}"));
+    assert!(avoided.starts_with("avoided  a GPU 0: "), "{avoided}");
+    assert!(avoided.ends_with("; it failed there lately"), "{avoided}");
+    assert_eq!(text.matches("placed   b GPU 0: ").count(), 1, "{text}");
+}
+
+#[test]
 fn a_place_is_explained_by_its_score() {
     check(
         &answer(&fleet("two-racks"), "llama-3.3-70b", None),

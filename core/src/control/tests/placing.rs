@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::{Build, codes, cpu_profile, gpu_profile, indexes};
-use crate::control::placement::{Decision, GANGS_MAX};
+use crate::control::placement::{Decision, GANGS_MAX, JobSpec, NativePolicy, place};
 
 const H100: &str = "h100-sxm-80g";
 
@@ -221,6 +221,36 @@ fn profiles_are_tried_in_order_and_each_refusal_is_kept() {
         decision.chosen().expect("it fits").0.need.profile,
         "l40s-45g"
     );
+}
+
+#[test]
+fn a_profile_that_only_fits_where_the_model_failed_gives_way_to_the_next_one() {
+    let fleet = Build::default()
+        .gpus("a", H100, &[1])
+        .gpus("b", "l40s-45g", &[0])
+        .model(json!([
+            gpu_profile(H100, 1, 1),
+            gpu_profile("a100-80g", 1, 1),
+            gpu_profile("l40s-45g", 1, 1),
+            cpu_profile(8)
+        ]));
+    let place = |avoid: &[&str]| {
+        let mut job = JobSpec::of(&fleet.0, "m", None).expect("it is there");
+        job.avoid = avoid.iter().map(|node| (*node).to_owned()).collect();
+        let decision = place(&fleet.0, &job, &mut NativePolicy);
+        let tried: Vec<String> = decision
+            .attempts
+            .iter()
+            .map(|attempt| attempt.need.profile.clone())
+            .collect();
+        (nodes(&decision).join(" "), tried)
+    };
+    let (first, second) = ("a".to_owned(), "b".to_owned());
+    assert_eq!(place(&[]), (first.clone(), vec![H100.to_owned()]));
+    let all = [H100, "a100-80g", "l40s-45g"].map(str::to_owned);
+    assert_eq!(place(&["a"]), (second, all.to_vec()));
+    let (node, tried) = place(&["a", "b"]);
+    assert_eq!((node, tried), (first, vec![H100.to_owned()]), "as before");
 }
 
 #[test]
