@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use llmgw_proto::shard::{LogLine, ShardState};
@@ -10,10 +11,10 @@ use serde::Serialize;
 use super::hold::Held;
 use super::node::{NodeReport, node_report};
 use super::{Controller, State, View, placing};
-use crate::config::{Catalog, UtcTime, suggestion};
+use crate::config::{Catalog, Model, UtcTime, suggestion};
 use crate::control::explain::{Explanation, explain};
 use crate::control::launch;
-use crate::control::memory::NodeOrder;
+use crate::control::memory::{Memory, NodeOrder};
 use crate::control::placement::{JobSpec, place};
 use crate::control::reconcile::{Missing, Place, Why};
 use crate::control::replicas::{Replica, numbers_taken};
@@ -191,15 +192,13 @@ impl Controller {
     /// The fleet as policies see it.
     pub fn snapshot(&self) -> Snapshot {
         let view = self.view();
-        let state = self.lock();
-        let catalog = &view.config.catalog;
-        world::snapshot(catalog, &view.observed, &state.memory, UtcTime::now())
+        fleet(&view, &self.lock().memory)
     }
 
     pub fn nodes(&self) -> Vec<NodeReport> {
-        let fleet = self.snapshot();
         let view = self.view();
         let state = self.lock();
+        let fleet = fleet(&view, &state.memory);
         let replicas = Replica::all(&view.observed, &state.memory);
         view.observed
             .nodes
@@ -219,6 +218,12 @@ impl Controller {
 
     /// Why a model does or does not run, and what would make it.
     pub fn explain(&self, name: &str) -> Result<ModelExplanation, OperatorError> {
+        Ok(self.ask(name)?.answer())
+    }
+
+    /// What is known about a model now. What would make it run is tried later, since that takes seconds, in which the fleet is to be
+    /// looked at.
+    pub(super) fn ask(&self, name: &str) -> Result<Asked, OperatorError> {
         let view = self.view();
         let state = self.lock();
         let catalog = &view.config.catalog;
@@ -230,29 +235,10 @@ impl Controller {
             let model = name.to_owned();
             return Err(OperatorError::NoProfiles { model });
         }
-        let taken = numbers_taken(&view.observed, &state.memory, name);
-        let wanted = Place {
-            model: name.to_owned(),
-            number: (0..).find(|number| !taken.contains(number)).unwrap_or(0),
-            avoid: state.memory.avoid(name),
-            why: Missing::TooFew,
-        };
-        let decision = placing::job(&view, model, &wanted).ok().map(|job| {
-            let fleet = world::snapshot(catalog, &view.observed, &state.memory, UtcTime::now());
-            let set = &view.set;
-            let mut decide =
-                |fleet: &Snapshot, job: &JobSpec| place(fleet, job, &mut set.decision());
-            let decision = decide(&fleet, &job);
-            explain(&fleet, &job, decision, Some(set.generation()), &mut decide)
-        });
-        let problems = model.profiles.iter().filter_map(|profile| {
-            let problems = launch::problems(&view.set, model, profile);
-            (!problems.is_empty()).then(|| (profile.name.to_string(), problems))
-        });
         let mut replicas = Replica::all(&view.observed, &state.memory);
         replicas.extend(Replica::not_gone(&view.observed, &state.memory));
         let mine = replicas.iter().filter(|replica| replica.model() == name);
-        Ok(ModelExplanation {
+        let known = ModelExplanation {
             replicas: mine
                 .map(|replica| replica_report(replica, &state, &view))
                 .collect(),
@@ -260,11 +246,64 @@ impl Controller {
             waits_ms: state.memory.failures(name).map_or(0, |failures| {
                 failures.not_before_ms.saturating_sub(view.observed.now_ms)
             }),
-            problems: problems.collect(),
-            decision,
+            problems: BTreeMap::new(),
+            decision: None,
             recovering: view.observed.recovering,
+        };
+        Ok(Asked {
+            model: model.clone(),
+            memory: state.memory.clone(),
+            known,
+            view,
         })
     }
+}
+
+/// A question about a model, with all that its answer depends on.
+pub(super) struct Asked {
+    view: View,
+    model: Arc<Model>,
+    memory: Memory,
+    /// All but what policies have to be asked for.
+    known: ModelExplanation,
+}
+
+impl Asked {
+    pub(super) fn answer(mut self) -> ModelExplanation {
+        self.known.decision = self.decision();
+        let (set, model) = (&self.view.set, &self.model);
+        let problems = model.profiles.iter().filter_map(|profile| {
+            let problems = launch::problems(set, model, profile);
+            (!problems.is_empty()).then(|| (profile.name.to_string(), problems))
+        });
+        self.known.problems = problems.collect();
+        self.known
+    }
+
+    /// Where one more replica would go, and what would make room for it. None where no profile can be started.
+    fn decision(&self) -> Option<Explanation> {
+        let (view, memory) = (&self.view, &self.memory);
+        let name = &*self.model.name;
+        let taken = numbers_taken(&view.observed, memory, name);
+        let wanted = Place {
+            model: name.to_owned(),
+            number: (0..).find(|number| !taken.contains(number)).unwrap_or(0),
+            avoid: memory.avoid(name),
+            why: Missing::TooFew,
+        };
+        let job = placing::job(view, &self.model, &wanted).ok()?;
+        let fleet = fleet(view, memory);
+        let set = &view.set;
+        let mut decide = |fleet: &Snapshot, job: &JobSpec| place(fleet, job, &mut set.decision());
+        let decision = decide(&fleet, &job);
+        let generation = Some(set.generation());
+        Some(explain(&fleet, &job, decision, generation, &mut decide))
+    }
+}
+
+fn fleet(view: &View, memory: &Memory) -> Snapshot {
+    let catalog = &view.config.catalog;
+    world::snapshot(catalog, &view.observed, memory, UtcTime::now())
 }
 
 fn failures(state: &State, view: &View, model: &str) -> Vec<FailureReport> {

@@ -459,6 +459,19 @@ fn a_profile_that_can_not_be_started_is_named_to_requests_and_operators() {
 }
 
 #[test]
+fn the_fleet_is_looked_at_while_an_operator_waits_for_an_explanation() {
+    let fleet = one();
+    let asked = fleet.controller.ask("m").expect("it has profiles");
+    assert!(fleet.controller.state.try_lock().is_ok(), "nobody waits");
+    let explained = asked.answer();
+    assert_eq!(
+        explained,
+        fleet.controller.explain("m").expect("it is there")
+    );
+    assert!(explained.decision.is_some_and(|decision| decision.placed));
+}
+
+#[test]
 fn a_dead_node_under_the_brake_is_given_up_by_a_forced_drain() {
     let mut fleet = Fleet::new(&["a", "b", "c", "d"], ONE);
     fleet.ready("m/0");
