@@ -338,6 +338,8 @@ impl State {
             let before =
                 std::mem::replace(&mut self.desired, launch::desired(&view.config.catalog));
             self.config = Some(view.config.clone());
+            // A pool may be a new one, though its model was there at the last look: it is told, whatever the one before was.
+            self.outlooks.clear();
             let is_other = |model: &str, wanted: &Wanted| {
                 let known = before.models.get(model);
                 known.is_some_and(|known| known.definitions != wanted.definitions)

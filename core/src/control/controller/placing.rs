@@ -1,5 +1,6 @@
 //! Finds places for what is missing, and starts it there.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use llmgw_proto::session::ServerMessage;
@@ -57,6 +58,11 @@ enum NoStart {
 
 impl Controller {
     pub(super) fn place(&self, state: &mut State, view: &View, places: Vec<Place>) {
+        // Where nothing is missing any more, nothing waits for a place.
+        let missing: BTreeSet<&str> = places.iter().map(|place| &*place.model).collect();
+        state
+            .unplaced
+            .retain(|model, _| missing.contains(model.as_str()));
         let due: Vec<Place> = places
             .into_iter()
             .filter(|place| !state.is_answered(view, place))

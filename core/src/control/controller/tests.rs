@@ -9,6 +9,7 @@ use self::fleet::{Fleet, LOST_AFTER_S, RECOVERY_S, lock, parse};
 use super::{OperatorError, Output, State, View};
 use crate::control::memory::Failure;
 use crate::control::tests::nodes::Nodes;
+use crate::routing::outlook::NONE_READY;
 
 pub(crate) mod fleet;
 
@@ -442,6 +443,31 @@ fn a_server_that_is_up_before_its_agents_reach_it_starts_no_second_copies() {
     assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: ready"]);
     let told = fleet.log();
     assert!(told.iter().all(|line| line.starts_with("pool")), "{told:?}");
+}
+
+#[test]
+fn a_model_that_left_and_came_back_between_two_looks_is_told_what_to_expect() {
+    let mut fleet = Fleet::new(&["a"], ONE);
+    assert_eq!(fleet.outlook().reason, "1 replica is starting");
+    // Its pool is another one now.
+    lock(&fleet.rest.outlooks).clear();
+    fleet.configure("[]");
+    fleet.configure(ONE);
+    fleet.look();
+    assert_eq!(fleet.outlook().reason, "1 replica is starting");
+}
+
+#[test]
+fn where_nothing_is_missing_any_more_the_reason_why_there_was_no_place_is_gone() {
+    let mut fleet = Fleet::new(&["a"], ONE);
+    fleet.ready("m/0");
+    let controller = fleet.controller.clone();
+    controller.drain("a", None, false).expect("there is one");
+    fleet.pass(1);
+    assert!(fleet.outlook().reason.starts_with("no node has a place"));
+    controller.undrain("a").expect("there is one");
+    fleet.pass(1);
+    assert_eq!(fleet.outlook().reason, NONE_READY);
 }
 
 #[test]
