@@ -320,7 +320,7 @@ fn is_overdue(replica: &Replica, memory: &Memory, now_ms: u64) -> bool {
 
 /// Who goes first: those that are not ready, then those that nobody confirms, then those on nodes that drain, then the newest. One that
 /// serves although its node is unreachable outlives one that only loads: else the pool could be empty.
-fn order_of_leaving(replica: &Replica, memory: &Memory) -> impl Ord {
+pub(super) fn order_of_leaving(replica: &Replica, memory: &Memory) -> impl Ord {
     (
         replica.is_ready(),
         replica.is_heard(),

@@ -16,7 +16,7 @@ use crate::control::explain::{Explanation, explain};
 use crate::control::launch;
 use crate::control::memory::{Memory, NodeOrder};
 use crate::control::placement::{JobSpec, place};
-use crate::control::reconcile::{Missing, Place, Why};
+use crate::control::reconcile::{Missing, Place, Why, order_of_leaving};
 use crate::control::replicas::{Replica, numbers_taken};
 use crate::control::snapshot::{NodeState, Snapshot};
 use crate::control::world;
@@ -145,26 +145,35 @@ impl Controller {
         })
     }
 
-    /// Stops a replica; one more is wanted then, and placed.
+    /// Stops a replica; one more is wanted then, and placed. Of copies that share the name, which a node that was away may bring, the one
+    /// stops that would be surplus first.
     pub fn stop(&self, replica: &str, force: bool) -> Result<String, OperatorError> {
         let view = self.view();
         let mut state = self.lock();
         let all = Replica::all(&view.observed, &state.memory);
-        let meant: Vec<&Replica> = all
-            .iter()
-            .filter(|known| known.spec.replica == replica)
-            .collect();
+        let is_meant = |known: &&Replica| known.spec.replica == replica;
+        let mut meant: Vec<&Replica> = all.iter().filter(is_meant).collect();
         if meant.is_empty() {
             let known = all.iter().map(|known| known.spec.replica.as_str());
             return Err(OperatorError::unknown("replica", replica, known));
         }
-        for known in &meant {
-            let now_ms = view.observed.now_ms;
-            state.memory.leave(&known.key, Why::Operator, force, now_ms);
-        }
+        meant.sort_by_key(|known| {
+            let leaves = state.memory.leaving(&known.key).is_some();
+            (leaves, order_of_leaving(known, &state.memory))
+        });
+        let (first, others) = (meant[0], &meant[1..]);
+        let now_ms = view.observed.now_ms;
+        state.memory.leave(&first.key, Why::Operator, force, now_ms);
+        let text = match others.first() {
+            None => format!("{replica} leaves"),
+            Some(other) => format!(
+                "{replica} leaves {}; another one of this name is on {}",
+                first.key.node, other.key.node
+            ),
+        };
         drop(state);
         self.wake();
-        Ok(format!("{replica} leaves"))
+        Ok(text)
     }
 
     /// Another configuration is in force, which an operator said is meant, or which was seen to stop little.

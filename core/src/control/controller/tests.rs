@@ -542,6 +542,28 @@ fn a_stopped_replica_is_replaced() {
 }
 
 #[test]
+fn of_two_replicas_of_one_name_one_is_stopped_and_the_answer_says_which() {
+    let mut fleet = one();
+    fleet.cut("a");
+    fleet.restart_server();
+    fleet.join("b");
+    fleet.pass(RECOVERY_S);
+    // `a` comes late, and nothing that is surplus has been stopped yet.
+    fleet.deaf = true;
+    fleet.join("a");
+    let said = fleet.controller.stop("m/0", false).expect("there are two");
+    assert_eq!(said, "m/0 leaves b; another one of this name is on a");
+    let leaving: Vec<(String, Vec<String>)> = fleet
+        .controller
+        .nodes()
+        .into_iter()
+        .map(|node| (node.id, node.leaving))
+        .collect();
+    let m = || vec!["m/0".to_owned()];
+    assert_eq!(leaving, [("a".to_owned(), vec![]), ("b".to_owned(), m())]);
+}
+
+#[test]
 fn a_change_that_would_stop_more_than_half_is_held() {
     let mut fleet = Fleet::new(&["a", "b"], TWO);
     fleet.look();
