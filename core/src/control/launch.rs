@@ -1,6 +1,5 @@
 //! A decision becomes a shard: the engine plugin renders the commands, the rest is taken from the node that was chosen.
 
-use std::collections::BTreeSet;
 use std::fmt;
 
 use llmgw_plugins::{
@@ -13,6 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::memory::Memory;
 use super::observed::{Observed, ObservedNode};
+use super::ports::Ports;
 use super::snapshot::memory_gib;
 use crate::config::{Catalog, LaunchMode, Model, Profile};
 use crate::control::reconcile::{Desired, Wanted};
@@ -262,29 +262,18 @@ fn readiness(plugin: &EnginePlugin, served_name: &str) -> Readiness {
     }
 }
 
-/// The least port of the node that nothing has. Agents that share an address share its ports.
+/// The least port of the node that nothing has.
 pub fn free_port(
     id: &str,
     node: &ObservedNode,
     observed: &Observed,
     memory: &Memory,
 ) -> Result<u16, LaunchError> {
-    let mut used: BTreeSet<u16> = BTreeSet::new();
-    for (other, seen) in &observed.nodes {
-        if other != id && seen.advertise != node.advertise {
-            continue;
-        }
-        let reported = seen.shards.values().map(|shard| &shard.spec);
-        let sent = memory.starts_on(other).map(|start| &start.spec);
-        used.extend(reported.chain(sent).flat_map(|spec| &spec.ports));
-    }
-    let range = node.ports;
-    (range.first..=range.last)
-        .find(|port| !used.contains(port) && !memory.is_port_refused(id, *port))
-        .ok_or(LaunchError::NoPort {
-            first: range.first,
-            last: range.last,
-        })
+    let least = Ports::of(observed, memory).least_free(id, node);
+    least.ok_or(LaunchError::NoPort {
+        first: node.ports.first,
+        last: node.ports.last,
+    })
 }
 
 /// A key of its own for each replica.

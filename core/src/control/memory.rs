@@ -411,8 +411,11 @@ impl Memory {
         self.models.retain(|model, _| is_there(model));
     }
 
-    pub fn is_port_refused(&self, node: &str, port: u16) -> bool {
-        self.refused_ports.contains_key(&(node.to_owned(), port))
+    /// Ports of a node that somebody else had lately.
+    pub fn refused_ports(&self, node: &str) -> impl Iterator<Item = u16> {
+        let of_node = (node.to_owned(), 0)..=(node.to_owned(), u16::MAX);
+        let refused = self.refused_ports.range(of_node);
+        refused.map(|((_, port), _)| *port)
     }
 }
 

@@ -7,6 +7,7 @@
 //! - [`observed`]: what agents said, and the pure table that keeps it.
 //! - [`replicas`]: the replicas in what agents said. [`memory`]: what is remembered beside it: starts, who leaves, failures.
 //! - [`reconcile`]: (desired, observed, memory) in, actions out.
+//! - [`ports`]: which of a node's ports nothing has.
 //! - [`world`]: what agents said as a snapshot. [`launch`]: a decision as a shard, through its engine's plugin.
 //! - [`controller`]: the task that looks at the fleet, decides by the parts above, and sends commands.
 //! - [`explain`]: a decision for people: why does it not run, and what would make it.
@@ -18,6 +19,7 @@ pub mod launch;
 pub mod memory;
 pub mod observed;
 pub mod placement;
+pub mod ports;
 pub mod reconcile;
 pub mod replicas;
 pub mod sessions;

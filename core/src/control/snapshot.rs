@@ -101,6 +101,9 @@ pub struct Node {
     pub memory_gib: f64,
     /// Memory that no replica has claimed.
     pub memory_gib_free: f64,
+    /// Ports of its range that nothing has; absent: not known, so none is refused for them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ports_free: Option<u32>,
     /// Models whose weights are on its disks; absent: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cached: Option<Vec<String>>,

@@ -12,6 +12,7 @@ use llmgw_proto::shard::{NOT_GONE, ShardState as Told};
 
 use super::memory::Memory;
 use super::observed::{Observed, ObservedNode};
+use super::ports::Ports;
 use super::replicas::Replica;
 use super::snapshot::{
     Adapter, FOREIGN, Gpu, Link, ModelEntry, NODE_GPUS_MAX, Node, NodeState, ProfileEntry, Shard,
@@ -60,6 +61,7 @@ pub fn snapshot(
         by_node.entry(&replica.key.node).or_default().push(replica);
     }
     let mut cards = Cards::of(&replicas);
+    let ports = Ports::of(observed, memory);
     let mut nodes: Vec<(&String, &ObservedNode)> =
         observed.nodes.iter().map(|(id, n)| (id, &**n)).collect();
     // Who speaks has the card: one that came back under another id, or whose cards moved, is not kept from them by what it was before.
@@ -67,6 +69,7 @@ pub fn snapshot(
     for (id, seen) in nodes {
         let mine = by_node.remove(id.as_str()).unwrap_or_default();
         let mut node = node(seen, &mine, &mut cards);
+        node.ports_free = u32::try_from(ports.free(id, seen)).ok();
         // What an operator ordered holds before the node says so itself.
         if seen.session.is_some() {
             node.state = match memory.drains(id, seen.draining) {

@@ -127,10 +127,14 @@ impl Controller {
         };
         let spec = launch::free_port(id, seen, &view.observed, &state.memory)
             .and_then(|port| launch::shard_spec(&view.set, &chosen, port, launch::random_key()?))
-            .map_err(|error| NoStart::Launch {
-                profile: profile.name.to_string(),
-                node: id.clone(),
-                error,
+            .map_err(|error| match error {
+                // Another agent on its address has what seemed free.
+                LaunchError::NoPort { .. } => NoStart::NoPlace(format!("{id}: {error}")),
+                error => NoStart::Launch {
+                    profile: profile.name.to_string(),
+                    node: id.clone(),
+                    error,
+                },
             })?;
         let spec = Arc::new(spec);
         let message = ServerMessage::start(spec.clone());
@@ -195,10 +199,7 @@ impl State {
                 let replica = format!("{}/{}", place.model, place.number);
                 tracing::warn!(%replica, %node, "can't be started: {error}");
                 // A plugin renders for one node, which may lack what another one has.
-                let is_nodes = matches!(
-                    error,
-                    LaunchError::NoPort { .. } | LaunchError::Commands { .. }
-                );
+                let is_nodes = matches!(error, LaunchError::Commands { .. });
                 let failure = Failure {
                     replica,
                     profile,

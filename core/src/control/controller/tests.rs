@@ -224,6 +224,22 @@ fn a_port_that_somebody_has_is_left_alone_at_once() {
 }
 
 #[test]
+fn a_node_whose_ports_are_all_taken_is_no_place_and_nothing_has_failed() {
+    let eleven = ONE.replace("source: m.gguf,", "source: m.gguf, replicas: 11,");
+    let mut fleet = Fleet::new(&["a"], &eleven);
+    assert_eq!(fleet.running().len(), 10, "its range has ten ports");
+    let explained = fleet.controller.explain("m").expect("it has profiles");
+    assert_eq!((explained.waits_ms, explained.failures.len()), (0, 0));
+    let text = explained.to_string();
+    assert!(text.contains("\nports "), "{text}");
+    let snapshot = fleet.controller.snapshot();
+    assert_eq!(snapshot.nodes["a"].ports_free, Some(0));
+    fleet.join("b");
+    fleet.look();
+    assert_eq!(fleet.running().len(), 11);
+}
+
+#[test]
 fn a_lost_node_is_replaced_and_has_nothing_too_much_when_it_comes_back() {
     let mut fleet = one();
     fleet.cut("a");

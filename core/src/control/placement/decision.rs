@@ -108,6 +108,7 @@ impl Decision {
             if let Some(node) = snapshot.nodes.get_mut(name) {
                 node.cpus_free = node.cpus_free.saturating_sub(cpus);
                 node.memory_gib_free = (node.memory_gib_free - memory_gib).max(0.0);
+                node.ports_free = node.ports_free.map(|free| free.saturating_sub(1));
                 for gpu in &mut node.gpus {
                     if taken.iter().any(|taken| taken.uuid == gpu.uuid) {
                         gpu.used_by = Some(id.clone());

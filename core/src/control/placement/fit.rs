@@ -58,6 +58,7 @@ pub(super) fn fit<'a>(need: &Need, node: &'a Node) -> Fit<'a> {
         gpus(need, node, &mut fit);
     }
     fit.reasons.extend(cores_and_memory(need, node));
+    fit.reasons.extend(no_port(node));
     if need.nodes > 1 && node.fabrics.is_empty() {
         fit.reasons.push(Reason::new(
             code::FABRIC,
@@ -115,6 +116,19 @@ fn cores_and_memory(need: &Need, node: &Node) -> Vec<Reason> {
         reasons.push(reason.with(free, gib, "GiB"));
     }
     reasons
+}
+
+/// Each shard listens on one port of its own.
+fn no_port(node: &Node) -> Option<Reason> {
+    (node.ports_free == Some(0)).then(|| {
+        Reason::new(
+            code::PORTS,
+            "none of the ports that its agent.yaml gives to engines is free".to_owned(),
+            "0 ports free".to_owned(),
+            "a free port (`ports` of its agent.yaml)".to_owned(),
+        )
+        .with(0.0, 1.0, "ports")
+    })
 }
 
 /// The first class in order with which the node can do it; else the reasons of the first that it has enough cards of.

@@ -28,12 +28,14 @@ pub mod code {
     pub const CPUS: &str = "cpus";
     /// Too little unclaimed memory.
     pub const MEMORY: &str = "memory";
+    /// No port of its range is free.
+    pub const PORTS: &str = "ports";
     /// No fabric is known for the node, or too few nodes of its fabric fit.
     pub const FABRIC: &str = "fabric";
     /// The policy's filter failed.
     pub const POLICY_ERROR: &str = llmgw_plugins::POLICY_ERROR;
     /// All of the above.
-    pub const ALL: [&str; 14] = [
+    pub const ALL: [&str; 15] = [
         NODE_STATE,
         ENGINE,
         NO_GPU,
@@ -46,6 +48,7 @@ pub mod code {
         DOMAIN_SPLIT,
         CPUS,
         MEMORY,
+        PORTS,
         FABRIC,
         POLICY_ERROR,
     ];
@@ -77,7 +80,7 @@ pub struct Amount {
     pub have: f64,
     #[serde(serialize_with = "number")]
     pub need: f64,
-    /// `GPUs`, `cores`, `GiB`, `nodes`.
+    /// `GPUs`, `cores`, `GiB`, `ports`, `nodes`.
     pub unit: &'static str,
 }
 

@@ -14,6 +14,7 @@ impl Snapshot {
             };
             node.cpus_free = node.cpus_free.saturating_add(shard.cpus).min(node.cpus);
             node.memory_gib_free = (node.memory_gib_free + shard.memory_gib).min(node.memory_gib);
+            node.ports_free = node.ports_free.map(|free| free.saturating_add(1));
             for gpu in &mut node.gpus {
                 gpu.used_by.take_if(|user| user == replica);
             }

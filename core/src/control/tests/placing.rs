@@ -254,6 +254,25 @@ fn a_profile_that_only_fits_where_the_model_failed_gives_way_to_the_next_one() {
 }
 
 #[test]
+fn a_node_without_a_free_port_is_refused_and_each_replica_takes_one() {
+    let mut fleet = Build::default()
+        .cores("a", 32)
+        .model(json!([cpu_profile(1)]))
+        .set("nodes.a.ports_free", 2);
+    for _ in 0..2 {
+        assert!(fleet.place().apply(&mut fleet.0));
+    }
+    let full = fleet.place();
+    assert_eq!(codes(&full, "a"), ["ports"]);
+    assert_eq!(
+        text(&full, "a"),
+        "none of the ports that its agent.yaml gives to engines is free"
+    );
+    assert!(fleet.0.release("m/1"));
+    assert!(fleet.place().placed());
+}
+
+#[test]
 fn fp8_is_refused_below_compute_capability_8_9() {
     let mut profile = gpu_profile("rtx3060-12g", 1, 1);
     profile["quantization"] = json!("fp8");
