@@ -17,7 +17,7 @@ use llmgw_proto::session::{
 use llmgw_proto::wire::error::WireError;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::SessionsOptions;
@@ -29,8 +29,8 @@ use super::strangers::Stranger;
 use super::tails::Tails;
 use crate::control::observed::{NodeCertificate, NodeEvent};
 
-/// For the last words of a session to be read.
-const LAST_WORDS_MAX: Duration = Duration::from_millis(500);
+/// For the last words of a session to be read. Who reads them hangs up, so this is for machines that are slow, and for who never does.
+const LAST_WORDS_MAX: Duration = Duration::from_secs(5);
 /// Of somebody who can't be let in, whatever they claim: enough for a registration, which says what they claim.
 const STRANGERS_MESSAGE_MAX_BYTES: usize = 256 << 10;
 
@@ -70,7 +70,12 @@ pub(super) async fn run(
     }
 }
 
-async fn serve(stream: TcpStream, address: SocketAddr, stranger: Stranger, shared: Arc<Shared>) {
+async fn serve(
+    stream: TcpStream,
+    address: SocketAddr,
+    mut stranger: Stranger,
+    shared: Arc<Shared>,
+) {
     let patience = shared.options.patience;
     let gate = shared.gate.clone();
     let say = |kind: &'static str, what: fmt::Arguments<'_>| {
@@ -78,7 +83,11 @@ async fn serve(stream: TcpStream, address: SocketAddr, stranger: Stranger, share
             tracing::info!("{address}: {what}{unsaid}");
         }
     };
-    let (socket, peer) = match timeout(patience, gate.admit(stream, address)).await {
+    let admitted = tokio::select! {
+        admitted = timeout(patience, gate.admit(stream, address)) => admitted,
+        full = stranger.displaced() => return say(full.kind(), format_args!("no handshake: {full}")),
+    };
+    let (socket, peer) = match admitted {
         Ok(Ok(admitted)) => admitted,
         Ok(Err(no)) => return say(no.kind, format_args!("no handshake: {no}")),
         Err(_) => return say("late", format_args!("no handshake within {patience:?}")),
@@ -93,28 +102,42 @@ async fn serve(stream: TcpStream, address: SocketAddr, stranger: Stranger, share
     });
     // However this ends, the session's task hears all that came in before, and then the end.
     let mut serving = pin!(link::serve(socket, connection.clone(), keep_alive));
+    let mut stranger = Some(stranger);
     let ended = tokio::select! {
         ended = &mut serving => Some(ended),
         () = connection.over.cancelled() => None,
-        () = silence(&connection.accepted, patience, stranger) => {
-            return say("silent", format_args!("no agent registered within {patience:?}"));
+        (kind, why) = stay(&connection.accepted, patience, &mut stranger) => {
+            return say(kind, format_args!("{why}"));
         }
     };
     match ended {
         Some(Ok(())) => {}
         Some(Err(error)) => say("broke", format_args!("the connection broke: {error}")),
-        None => {
-            let _ = timeout(LAST_WORDS_MAX, serving).await;
-        }
+        // Who was refused is a stranger to the end.
+        None => tokio::select! {
+            _ = timeout(LAST_WORDS_MAX, serving) => {}
+            _ = stay(&connection.accepted, LAST_WORDS_MAX, &mut stranger) => {}
+        },
     }
 }
 
-/// Returns when a connection had its chance and nobody registered on it. Once somebody did, it is no stranger's.
-async fn silence(accepted: &CancellationToken, patience: Duration, stranger: Stranger) {
-    if timeout(patience, accepted.cancelled()).await.is_ok() {
-        drop(stranger);
-        std::future::pending::<()>().await;
+/// Returns why a connection may stay no longer: it had its chance and nobody registered on it, or newer ones need its place. Once somebody
+/// registered it is no stranger's.
+async fn stay(
+    accepted: &CancellationToken,
+    patience: Duration,
+    stranger: &mut Option<Stranger>,
+) -> (&'static str, String) {
+    if let Some(waiting) = stranger {
+        tokio::select! {
+            biased;
+            () = accepted.cancelled() => {}
+            full = waiting.displaced() => return (full.kind(), full.to_string()),
+            () = sleep(patience) => return ("silent", format!("no agent registered within {patience:?}")),
+        }
     }
+    *stranger = None;
+    std::future::pending().await
 }
 
 impl Host for Connection {

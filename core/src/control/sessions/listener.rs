@@ -46,15 +46,7 @@ pub(super) async fn accept(
             }
             continue;
         };
-        let stranger = match strangers.admit(address.ip()) {
-            Ok(stranger) => stranger,
-            Err(full) => {
-                if let Some(unsaid) = shared.gate.may_say(address, full.kind()) {
-                    tracing::warn!("{address} was turned away: {full}{unsaid}");
-                }
-                continue;
-            }
-        };
+        let stranger = strangers.admit(address.ip());
         let shared = shared.clone();
         connections.spawn(async move {
             connection::run(stream, address, stranger, shared).await;

@@ -90,10 +90,10 @@ impl SessionsOptions {
             timing,
             require_identity,
             denied: BTreeSet::new(),
-            // A connection that died is found out before three heartbeats are missed.
+            // A connection that died is found out when three heartbeats are missed, and one whose other side was only held up lives on.
             keep_alive: KeepAlive {
                 interval: timing.heartbeat,
-                timeout: timing.heartbeat,
+                timeout: timing.heartbeat * 2,
             },
             patience: PATIENCE,
             enrolment: None,

@@ -1,10 +1,14 @@
 //! Connections on which nobody has registered yet, counted: by themselves, so that they never take a node's place, and by address, so that one
-//! address never takes all of theirs.
+//! address never takes all of theirs. Where there is no room for another one the oldest makes it: an agent registers within a moment, and whoever
+//! only sits there has had that moment, so that sitting there keeps nobody out.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::oneshot;
 
 /// Of all addresses: a fleet that comes back at once is let in at once.
 pub(super) const STRANGERS_MAX: usize = 6_000;
@@ -17,19 +21,30 @@ pub(super) struct Strangers(Mutex<Counted>);
 
 #[derive(Debug, Default)]
 struct Counted {
+    /// Of the next one.
+    number: u64,
     all: usize,
-    by_address: HashMap<IpAddr, usize>,
+    /// By address, and by number, the oldest first: how each is told that it has to go.
+    by_address: HashMap<Address, BTreeMap<u64, oneshot::Sender<Full>>>,
+}
+
+/// What an address is counted as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Address {
+    Own,
+    Other(IpAddr),
 }
 
 /// One of them, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Stranger {
     strangers: Arc<Strangers>,
-    /// None: not counted by address.
-    address: Option<IpAddr>,
+    address: Address,
+    number: u64,
+    displaced: oneshot::Receiver<Full>,
 }
 
-/// There is no room for another one.
+/// There was no room for another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Full {
     All,
@@ -37,24 +52,30 @@ pub(super) enum Full {
 }
 
 impl Strangers {
-    pub(super) fn admit(self: &Arc<Self>, address: IpAddr) -> Result<Stranger, Full> {
-        let address = counted(address);
-        let mut counts = self.lock();
-        if counts.all >= STRANGERS_MAX {
-            return Err(Full::All);
+    pub(super) fn admit(self: &Arc<Self>, address: IpAddr) -> Stranger {
+        let address = Address::of(address);
+        let mut counted = self.lock();
+        let of_address = counted.by_address.get(&address).map_or(0, BTreeMap::len);
+        if address != Address::Own && of_address >= STRANGERS_OF_ADDRESS_MAX {
+            counted.displace_oldest(address, Full::Address);
+        } else if counted.all >= STRANGERS_MAX {
+            counted.displace_of_the_most();
         }
-        if let Some(address) = address {
-            let count = counts.by_address.entry(address).or_default();
-            if *count >= STRANGERS_OF_ADDRESS_MAX {
-                return Err(Full::Address);
-            }
-            *count += 1;
-        }
-        counts.all += 1;
-        Ok(Stranger {
+        let number = counted.number;
+        let (tell, displaced) = oneshot::channel();
+        counted.number += 1;
+        counted.all += 1;
+        counted
+            .by_address
+            .entry(address)
+            .or_default()
+            .insert(number, tell);
+        Stranger {
             strangers: self.clone(),
             address,
-        })
+            number,
+            displaced,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Counted> {
@@ -62,31 +83,70 @@ impl Strangers {
     }
 }
 
-impl Drop for Stranger {
-    fn drop(&mut self) {
-        let mut counts = self.strangers.lock();
-        counts.all -= 1;
-        let Some(address) = self.address else { return };
-        if let Some(count) = counts.by_address.get_mut(&address) {
-            *count -= 1;
-            if *count == 0 {
-                counts.by_address.remove(&address);
-            }
+impl Counted {
+    /// Whoever has the most of them pays, and of several the one that is here for longest.
+    fn displace_of_the_most(&mut self) {
+        let oldest = |of: &BTreeMap<u64, _>| Reverse(of.keys().next().copied());
+        let most = self
+            .by_address
+            .iter()
+            .max_by_key(|(_, of)| (of.len(), oldest(of)));
+        if let Some((&address, _)) = most {
+            self.displace_oldest(address, Full::All);
+        }
+    }
+
+    fn displace_oldest(&mut self, address: Address, full: Full) {
+        let of_address = self.by_address.get(&address);
+        let oldest = of_address.and_then(|of| of.keys().next().copied());
+        if let Some(tell) = oldest.and_then(|number| self.remove(address, number)) {
+            // Who does not listen any more is gone as well.
+            let _ = tell.send(full);
+        }
+    }
+
+    fn remove(&mut self, address: Address, number: u64) -> Option<oneshot::Sender<Full>> {
+        let of_address = self.by_address.get_mut(&address)?;
+        let removed = of_address.remove(&number)?;
+        if of_address.is_empty() {
+            self.by_address.remove(&address);
+        }
+        self.all -= 1;
+        Some(removed)
+    }
+}
+
+impl Stranger {
+    /// Returns when it has to go, and why.
+    pub(super) async fn displaced(&mut self) -> Full {
+        match (&mut self.displaced).await {
+            Ok(full) => full,
+            // It is forgotten only when it is told or dropped.
+            Err(_) => std::future::pending().await,
         }
     }
 }
 
-/// What an address is counted as. None: by nothing.
-fn counted(address: IpAddr) -> Option<IpAddr> {
-    let address = address.to_canonical();
-    match address {
-        _ if address.is_loopback() => None,
-        IpAddr::V4(_) => Some(address),
-        // Whoever has one address of a /64 has all of them.
-        IpAddr::V6(address) => {
-            let network = u128::from(address) >> 64 << 64;
-            Some(IpAddr::V6(Ipv6Addr::from(network)))
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        let _ = self.strangers.lock().remove(self.address, self.number);
+    }
+}
+
+impl Address {
+    fn of(address: IpAddr) -> Address {
+        match address.to_canonical().is_loopback() {
+            true => Address::Own,
+            false => Address::Other(network(address)),
         }
+    }
+}
+
+/// What an address is told apart by: whoever has one of a /64 of IPv6 has all of them.
+pub(super) fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(address) => IpAddr::V4(address),
+        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from(u128::from(address) >> 64 << 64)),
     }
 }
 
@@ -102,16 +162,14 @@ impl Full {
 
 impl fmt::Display for Full {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Full::All => write!(
-                f,
-                "{STRANGERS_MAX} connections are open on which no agent has registered yet"
-            ),
-            Full::Address => write!(
-                f,
-                "{STRANGERS_OF_ADDRESS_MAX} connections of this address are open on which no agent has registered yet"
-            ),
-        }
+        let (max, whose) = match self {
+            Full::All => (STRANGERS_MAX, ""),
+            Full::Address => (STRANGERS_OF_ADDRESS_MAX, " of this address"),
+        };
+        write!(
+            f,
+            "more than {max} connections{whose} are open on which no agent has registered yet, and this was the oldest"
+        )
     }
 }
 
@@ -119,24 +177,36 @@ impl fmt::Display for Full {
 mod tests {
     use super::*;
 
-    fn address(text: &str) -> IpAddr {
-        text.parse().unwrap()
+    fn admit(strangers: &Arc<Strangers>, address: &str) -> Stranger {
+        strangers.admit(address.parse().unwrap())
+    }
+
+    fn told(stranger: &mut Stranger) -> Option<Full> {
+        stranger.displaced.try_recv().ok()
     }
 
     #[test]
-    fn one_address_takes_its_share_and_gives_it_back() {
+    fn the_oldest_of_an_address_makes_room_for_its_newest() {
         let strangers = Arc::new(Strangers::default());
-        let admit = |text| strangers.admit(address(text));
         let mut held: Vec<Stranger> = (0..STRANGERS_OF_ADDRESS_MAX)
-            .map(|_| admit("10.0.0.1").unwrap())
+            .map(|_| admit(&strangers, "10.0.0.1"))
             .collect();
-        assert_eq!(admit("10.0.0.1").unwrap_err(), Full::Address);
-        assert_eq!(admit("::ffff:10.0.0.1").unwrap_err(), Full::Address);
-        assert!(admit("10.0.0.2").is_ok(), "another address");
+        let mut other = admit(&strangers, "10.0.0.2");
+        assert!(held.iter_mut().all(|one| told(one).is_none()));
+        for (at, address) in ["10.0.0.1", "::ffff:10.0.0.1"].into_iter().enumerate() {
+            let newest = admit(&strangers, address);
+            assert_eq!(told(&mut held[at]), Some(Full::Address), "{address}");
+            held.push(newest);
+        }
+        let told_now = held.iter_mut().skip(2).filter_map(told).count();
+        assert_eq!(told_now, 0, "nobody else has to go");
+        assert_eq!(told(&mut other), None);
+        // One that leaves by itself makes room as well.
         held.pop();
-        held.push(admit("10.0.0.1").unwrap());
-        assert_eq!(admit("10.0.0.1").unwrap_err(), Full::Address);
-        drop(held);
+        held.push(admit(&strangers, "10.0.0.1"));
+        assert_eq!(held.iter_mut().filter_map(told).count(), 0);
+        assert_eq!(strangers.lock().all, STRANGERS_OF_ADDRESS_MAX + 1);
+        drop((held, other));
         assert!(strangers.lock().by_address.is_empty());
         assert_eq!(strangers.lock().all, 0);
     }
@@ -144,24 +214,29 @@ mod tests {
     #[test]
     fn a_network_of_ipv6_counts_as_one_address() {
         let strangers = Arc::new(Strangers::default());
-        let held: Vec<_> = (0..=STRANGERS_OF_ADDRESS_MAX)
-            .map(|number| strangers.admit(address(&format!("2001:db8:0:1::{number:x}"))))
+        let mut held: Vec<_> = (0..=STRANGERS_OF_ADDRESS_MAX)
+            .map(|number| admit(&strangers, &format!("2001:db8:0:1::{number:x}")))
             .collect();
-        assert_eq!(held.iter().filter(|one| one.is_err()).count(), 1);
-        assert!(strangers.admit(address("2001:db8:0:2::1")).is_ok());
+        let _other = admit(&strangers, "2001:db8:0:2::1");
+        assert_eq!(held.iter_mut().filter_map(told).count(), 1);
+        assert_eq!(strangers.lock().all, STRANGERS_OF_ADDRESS_MAX + 1);
     }
 
     #[test]
-    fn this_machine_is_bounded_by_the_sum_alone() {
+    fn where_all_is_taken_the_oldest_of_who_has_most_makes_room() {
         let strangers = Arc::new(Strangers::default());
-        let held: Vec<_> = (0..STRANGERS_MAX)
-            .map(|_| strangers.admit(address("127.0.0.1")).unwrap())
+        let mut few = admit(&strangers, "10.0.0.1");
+        let mut own: Vec<_> = (1..STRANGERS_MAX)
+            .map(|_| admit(&strangers, "127.0.0.1"))
             .collect();
-        for text in ["127.0.0.1", "::1", "10.0.0.1"] {
-            assert_eq!(strangers.admit(address(text)).unwrap_err(), Full::All);
+        assert!(own.iter_mut().all(|one| told(one).is_none()));
+        for (at, address) in ["10.0.0.2", "::1"].into_iter().enumerate() {
+            own.push(admit(&strangers, address));
+            assert_eq!(told(&mut own[at]), Some(Full::All), "{address}");
+            assert_eq!(strangers.lock().all, STRANGERS_MAX);
         }
-        assert!(strangers.lock().by_address.is_empty());
-        drop(held);
-        assert!(strangers.admit(address("10.0.0.1")).is_ok());
+        assert_eq!(told(&mut few), None);
+        drop((few, own));
+        assert_eq!(strangers.lock().all, 0);
     }
 }

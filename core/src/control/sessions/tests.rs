@@ -18,6 +18,11 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::connection::{self, Shared};
+use super::door::Gate;
+use super::keeper::Input;
+use super::seats::Seats;
+use super::strangers::{STRANGERS_OF_ADDRESS_MAX, Strangers};
 use super::{Door, Sessions, SessionsOptions, TailError};
 use crate::control::observed::{Cause, Commands, NotSent, Observed, Timing};
 use crate::control::snapshot::NodeState;
@@ -568,6 +573,60 @@ async fn garbage_and_silence_cost_their_own_connection_and_nobody_elses() {
         Some(agent.session),
         "patience is for those who did not register"
     );
+}
+
+/// Serves whoever connects as somebody at that address. What is registered is for nobody but the test.
+async fn seen_at(address: &str) -> (SocketAddr, mpsc::Receiver<Input>) {
+    let peer = SocketAddr::new(address.parse().unwrap(), 4_321);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let server = listener.local_addr().unwrap();
+    let (inputs, received) = mpsc::channel(8);
+    let shared = Arc::new(Shared {
+        options: quiet(),
+        gate: Arc::new(Gate::new(Door::Plain, false, Default::default())),
+        seats: Arc::new(Seats::new()),
+        tails: Arc::default(),
+        inputs,
+        cut: CancellationToken::new(),
+    });
+    let strangers = Arc::new(Strangers::default());
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let stranger = strangers.admit(peer.ip());
+            tokio::spawn(connection::run(stream, peer, stranger, shared.clone()));
+        }
+    });
+    (server, received)
+}
+
+fn register_at(advertise: &str) -> AgentMessage {
+    let AgentMessage::Register(mut register) = register("n1") else {
+        panic!("it is a registration");
+    };
+    register.advertise = advertise.to_owned();
+    AgentMessage::Register(register)
+}
+
+#[tokio::test]
+async fn an_agent_registers_although_others_at_its_address_only_sit_there() {
+    let (server, mut inputs) = seen_at("10.0.0.2").await;
+    let mut sitting = Vec::new();
+    for _ in 0..STRANGERS_OF_ADDRESS_MAX {
+        sitting.push(TcpStream::connect(server).await.unwrap());
+    }
+    let _agent = Agent::dial(server, register_at("10.0.0.2")).await;
+    let heard = tokio::time::timeout(PATIENCE, inputs.recv()).await;
+    assert!(matches!(heard, Ok(Some(Input::Registers { .. }))));
+    // The one that sat there for longest had to go.
+    read_to_the_end(sitting.remove(0)).await;
+}
+
+#[test]
+fn a_connection_is_not_given_up_before_three_heartbeats_are_missed() {
+    let options = quiet();
+    let KeepAlive { interval, timeout } = options.keep_alive;
+    assert_eq!(interval + timeout, options.timing.heartbeat * 3);
+    assert!(timeout >= options.timing.heartbeat * 2);
 }
 
 #[tokio::test]
