@@ -104,7 +104,7 @@ pub(super) fn key(path: &Path) -> Result<PrivateKey, FileProblem> {
         })?;
         place(&[NewFile {
             path: path.to_owned(),
-            text,
+            text: text.into_bytes(),
             mode: KEY_MODE,
         }])?;
     }
@@ -134,7 +134,7 @@ pub(super) fn keep(
         }
         let new = |path: &Path, text: &str| NewFile {
             path: path.to_owned(),
-            text: text.to_owned(),
+            text: text.into(),
             mode: CERTIFICATE_MODE,
         };
         let authority = new(&files.ca, &enrolled.authority);

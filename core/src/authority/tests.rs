@@ -27,7 +27,7 @@ impl Folder {
     fn write(&self, name: &str, text: &str, mode: u32) {
         let path = self.0.join(name);
         let _ = fs::remove_file(&path);
-        let text = text.to_owned();
+        let text = text.into();
         place(&[NewFile { path, text, mode }]).unwrap();
     }
 

@@ -15,6 +15,7 @@ use llmgw_proto::identity::placing::{self, CERTIFICATE_MODE, KEY_MODE, NewFile};
 use llmgw_proto::identity::{Authorities, Host, Moment};
 use llmgw_proto::regular;
 use llmgw_proto::session::{NODE_ID_MAX_BYTES, is_node_id};
+use memchr::memmem;
 use rcgen::{KeyPair, PublicKeyData};
 
 use super::{CtlError, OutputFormat};
@@ -204,7 +205,7 @@ fn renew(file: &Path, ca: &Path, now: Moment) -> Result<Page, CertError> {
         .map_err(|error| FileProblem::new(file, FileFault::BadCertificate(error)))?;
     let made = authority.renew(file, &chain[0], now)?;
     let text = regular::read(&target, FILE_MAX_BYTES).map_err(io)?;
-    let text = with_first_certificate(&String::from_utf8_lossy(&text), &made.pem);
+    let text = with_first_certificate(&text, &made.pem);
     placing::replace(&NewFile {
         path: target,
         text,
@@ -213,17 +214,21 @@ fn renew(file: &Path, ca: &Path, now: Moment) -> Result<Page, CertError> {
     Ok(page::renewed(file, &old, made.certificate).with_end_of(&authority))
 }
 
-/// The text of a file with another first certificate, and all else in it as it was.
-fn with_first_certificate(text: &str, pem: &str) -> String {
-    const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
-    const END: &str = "-----END CERTIFICATE-----";
+/// A file with another first certificate, and all else in it as it was, byte by byte: comments are in any encoding.
+fn with_first_certificate(file: &[u8], pem: &str) -> Vec<u8> {
+    const BEGIN: &[u8] = b"-----BEGIN CERTIFICATE-----";
+    const END: &[u8] = b"-----END CERTIFICATE-----";
     // Where a line begins: a comment may name the mark too.
-    let begins_line = |at: &usize| *at == 0 || text[..*at].ends_with(['\n', '\r']);
-    let mut marks = text.match_indices(BEGIN).map(|(at, _)| at);
-    let start = marks.find(begins_line).unwrap_or(0);
-    let end = text[start..].find(END).map(|at| start + at + END.len());
-    let rest = end.map_or("", |end| text[end..].trim_start_matches(['\r', '\n']));
-    format!("{}{}\n{rest}", &text[..start], pem.trim_end())
+    let begins_line = |at: &usize| *at == 0 || matches!(file[*at - 1], b'\n' | b'\r');
+    let start = memmem::find_iter(file, BEGIN)
+        .find(begins_line)
+        .unwrap_or(0);
+    let end = memmem::find(&file[start..], END).map(|at| start + at + END.len());
+    let mut rest = end.map_or(&file[..0], |end| &file[end..]);
+    while let [b'\r' | b'\n', behind @ ..] = rest {
+        rest = behind;
+    }
+    [&file[..start], pem.trim_end().as_bytes(), b"\n", rest].concat()
 }
 
 fn load(directory: &Path, now: Moment) -> Result<Authority, CertError> {
@@ -241,7 +246,7 @@ fn load(directory: &Path, now: Moment) -> Result<Authority, CertError> {
 fn new_key(path: &Path, text: String) -> NewFile {
     NewFile {
         path: path.to_owned(),
-        text,
+        text: text.into_bytes(),
         mode: KEY_MODE,
     }
 }
@@ -249,7 +254,7 @@ fn new_key(path: &Path, text: String) -> NewFile {
 fn new_certificate(path: &Path, text: String) -> NewFile {
     NewFile {
         path: path.to_owned(),
-        text,
+        text: text.into_bytes(),
         mode: CERTIFICATE_MODE,
     }
 }
@@ -321,8 +326,14 @@ mod tests {
                 format!("# -----BEGIN CERTIFICATE-----\n{new}"),
             ),
         ] {
-            assert_eq!(with_first_certificate(&text, &new), expected);
+            let changed = with_first_certificate(text.as_bytes(), &new);
+            assert_eq!(String::from_utf8(changed).unwrap(), expected);
         }
+        // A comment in Latin-1.
+        let comment = b"# K\xf6ln\n";
+        let file = [comment, old.as_bytes(), comment].concat();
+        let expected = [comment, new.as_bytes(), comment].concat();
+        assert_eq!(with_first_certificate(&file, &new), expected);
     }
 
     #[test]

@@ -26,7 +26,8 @@ const DRAFT_ATTEMPTS_MAX: usize = 8;
 /// A file that is to be.
 pub struct NewFile {
     pub path: PathBuf,
-    pub text: String,
+    /// PEM mostly, beside which anything may stand in any encoding.
+    pub text: Vec<u8>,
     pub mode: u32,
 }
 
@@ -114,7 +115,7 @@ impl Draft {
         let write = || -> io::Result<(Draft, File)> {
             sweep(&file.path);
             let (draft, mut target) = Draft::new(file)?;
-            target.write_all(file.text.as_bytes())?;
+            target.write_all(&file.text)?;
             Ok((draft, target))
         };
         let not_written = |error| FileProblem::new(&file.path, FileFault::NotWritten(error));
@@ -269,7 +270,7 @@ mod tests {
         fn new_file(&self, name: &str, text: &str, mode: u32) -> NewFile {
             NewFile {
                 path: self.0.join(name),
-                text: text.to_owned(),
+                text: text.into(),
                 mode,
             }
         }
@@ -337,7 +338,7 @@ mod tests {
 
         let absent = NewFile {
             path: folder.0.join("absent/key"),
-            text: String::new(),
+            text: Vec::new(),
             mode: KEY_MODE,
         };
         let files = [folder.new_file("key", "k", KEY_MODE), absent];

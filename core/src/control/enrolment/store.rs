@@ -102,7 +102,7 @@ impl Store {
         if let Some(directory) = self.file.parent() {
             fs::create_dir_all(directory).map_err(problem)?;
         }
-        let text = serde_json::to_string_pretty(&Stored::of(book));
+        let text = serde_json::to_vec_pretty(&Stored::of(book));
         replace(&NewFile {
             path: self.file.clone(),
             text: text.map_err(|error| problem(error.into()))?,
