@@ -6,9 +6,10 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::fleet::FleetAdmin;
-use crate::config::Config;
+use crate::config::{Agents, Config};
 use crate::control::controller::{Controller, Looking, Serving};
 use crate::control::enrolment::Enrolment;
+use crate::control::observed::Timing;
 use crate::control::sessions::Sessions;
 use crate::gateway::state::Gateway;
 use crate::routing::fleet::Started;
@@ -44,6 +45,19 @@ impl Fleet {
     /// Looks at it until the server stops.
     pub fn start(&self, stop: &CancellationToken) -> std::io::Result<Looking> {
         self.controller.start(stop.child_token())
+    }
+
+    /// Takes what a reload says of agents. Without a word of them nobody gets a certificate any more, and who was denied stays so: the port
+    /// itself is there until the next start.
+    pub fn configured(&self, agents: Option<&Agents>) {
+        if let Some(agents) = agents {
+            self.sessions.set_timing(Timing::from(agents));
+            let denied = agents.deny_serials.iter().cloned();
+            self.sessions.deny(denied.collect());
+        }
+        // Until the next start a port without TLS stays one, where no token would be safe.
+        let signs = agents.filter(|_| !self.sessions.is_plain());
+        self.enrolment.configure(signs);
     }
 
     /// As operators reach it.

@@ -11,7 +11,6 @@ use super::{ServerOptions, check_usable};
 use crate::certificates::{Certificates, Staged};
 use crate::clock;
 use crate::config::{self, Config, ConfigWatch};
-use crate::control::observed::Timing;
 use crate::gateway::state::Gateway;
 
 /// Changes of the file that may wait to be looked at: only the last one matters.
@@ -184,13 +183,8 @@ impl Reloads {
             tracing::warn!("`{key}` changed; it takes effect with the next start");
         }
         let models = config.catalog.models.len();
-        if let (Some(fleet), Some(agents)) = (&self.fleet, &config.agents) {
-            fleet.sessions.set_timing(Timing::from(agents));
-            let denied = agents.deny_serials.iter().cloned();
-            fleet.sessions.deny(denied.collect());
-            // Until the next start a port without TLS stays one, where no token would be safe.
-            let signs = Some(agents).filter(|_| !fleet.sessions.is_plain());
-            fleet.enrolment.configure(signs);
+        if let Some(fleet) = &self.fleet {
+            fleet.configured(config.agents.as_ref());
         }
         self.certificates.put(staged);
         self.gateway.apply(config);

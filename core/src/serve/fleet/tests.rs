@@ -4,9 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use llmgw_plugins::{Policies, PolicyOptions, RequestView};
+use tokio::net::TcpListener;
 
-use crate::config::{self, Config, Endpoint, EngineUrl, Secret};
+use super::Fleet;
+use crate::config::{self, Agents, Config, Endpoint, EngineUrl, Secret, UtcTime};
 use crate::control::controller::Serving;
+use crate::control::enrolment::tests::{Fake, State};
+use crate::control::enrolment::{IssueError, LIFETIME_DEFAULT};
+use crate::control::observed::Timing;
+use crate::control::sessions::{Door, Sessions, SessionsOptions};
 use crate::flow::slots::Room;
 use crate::gateway::state::Gateway;
 use crate::routing::fleet::Started;
@@ -144,4 +150,19 @@ async fn requests_wait_while_the_server_recovers_and_are_told_the_reason_afterwa
     );
     gateway.apply(parse(MODELS));
     assert_eq!(unavailable(&gateway, "m").reason, "no node has registered");
+}
+
+#[tokio::test]
+async fn a_reload_without_agents_ends_enrolment() {
+    let (state, authority) = (State::new(), Arc::new(Fake::default()));
+    let enrolment = Arc::new(state.server(&authority));
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("it is free");
+    let options = SessionsOptions::new(Timing::from(&Agents::default()), false);
+    let sessions = Sessions::start(listener, Door::Plain, options);
+    let fleet = Fleet::over(sessions, enrolment.clone(), &gateway());
+    let issue = || enrolment.issue("n1", LIFETIME_DEFAULT, UtcTime::now());
+    assert!(issue().is_ok());
+    fleet.configured(None);
+    assert!(matches!(issue(), Err(IssueError::Off)));
+    fleet.sessions.stop().await;
 }
