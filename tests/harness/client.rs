@@ -12,6 +12,8 @@ use super::PATIENCE;
 /// One connection to the server.
 pub struct Client<S = TcpStream> {
     pub stream: S,
+    /// What it says whom it asks.
+    host: String,
     buffer: Vec<u8>,
     framing: Framing,
     /// How the connection ended, if it did.
@@ -61,7 +63,9 @@ impl Client {
         let stream = TcpStream::connect(addr).unwrap();
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        Client::over(stream)
+        let mut client = Client::over(stream);
+        client.host = addr.to_string();
+        client
     }
 
     /// Says that nothing more will be sent, and reads on.
@@ -98,6 +102,7 @@ impl<S: Read + Write> Client<S> {
     pub fn over(stream: S) -> Client<S> {
         Client {
             stream,
+            host: "gateway".to_owned(),
             buffer: Vec::new(),
             framing: Framing::Done,
             ended: None,
@@ -126,7 +131,8 @@ impl<S: Read + Write> Client<S> {
         headers: &[(&str, &str)],
         body: &[u8],
     ) -> std::io::Result<()> {
-        let mut bytes = format!("{method} {path} HTTP/1.1\r\nhost: gateway\r\n");
+        let host = &self.host;
+        let mut bytes = format!("{method} {path} HTTP/1.1\r\nhost: {host}\r\n");
         for (name, value) in headers {
             let _ = write!(bytes, "{name}: {value}\r\n");
         }

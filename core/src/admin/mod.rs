@@ -1,6 +1,7 @@
 //! The admin listener: `/metrics`, health, and JSON for `llmgw ctl`. Binds to loopback by default.
 
 pub mod fleet;
+pub mod guard;
 pub mod page;
 pub mod policies;
 pub mod routes;
@@ -17,10 +18,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+use self::guard::Guard;
+use self::status::StatusReport;
 use crate::certificates::{Ends, Port};
 use crate::serve::reload::Confirmed;
 use crate::telemetry::metrics::Metrics;
-use status::StatusReport;
 
 /// Connections served at once; further ones wait in the kernel's backlog.
 pub const ADMIN_CONNECTIONS_MAX: usize = 256;
@@ -48,8 +50,8 @@ pub struct Admin {
     pub ready: Ready,
     pub reload: Reload,
     pub ends: EndsNow,
-    /// Asked for as a bearer token on every route but `/healthz` and `/readyz`.
-    pub token: Option<String>,
+    /// Asked on every route but `/healthz` and `/readyz`.
+    pub guard: Guard,
     /// None: this server starts no replicas.
     pub fleet: Option<fleet::FleetAdmin>,
 }

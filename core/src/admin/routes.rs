@@ -3,17 +3,17 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ALLOW, AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, ORIGIN, WWW_AUTHENTICATE};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, ORIGIN, WWW_AUTHENTICATE};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use llmgw_plugins::PolicyStatus;
 use serde::Serialize;
 use serde_json::{Value, json};
-use subtle::ConstantTimeEq;
 
 use super::Admin;
 use super::fleet::{self, FleetError, FleetOrder, FleetQuestion, Query};
+use super::guard::Denied;
 use super::page::metrics_page;
 use super::policies::{self, ActionError, PolicyAction};
 use crate::serve::reload::Confirmed;
@@ -22,6 +22,8 @@ use crate::telemetry::exposition;
 /// No route needs more of a body than this.
 const BODY_MAX_BYTES: usize = 64 << 10;
 const BODY_TIMEOUT_MS: u64 = 5000;
+/// Of a host's name that is refused, so much is repeated: no name is longer.
+const HOST_SHOWN_MAX_CHARS: usize = 255;
 
 type Answer = Response<Full<Bytes>>;
 
@@ -79,7 +81,7 @@ const ROUTES: [(&str, Route); 21] = [
 enum Refusal {
     NotFound(String),
     Method(&'static str),
-    Token,
+    Denied(Denied),
     CrossOrigin,
     Body,
     ReloadFailed(String),
@@ -102,8 +104,9 @@ async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, R
         .find(|(path, _)| *path == request.uri().path())
         .map(|(_, route)| *route);
     let open = matches!(route, Some(Route::Health | Route::Ready));
-    if !open && !is_authorized(admin.token.as_deref(), request.headers()) {
-        return Err(Refusal::Token);
+    if !open {
+        let admitted = admin.guard.admit(request.uri(), request.headers());
+        admitted.map_err(Refusal::Denied)?;
     }
     let route = route.ok_or_else(|| Refusal::NotFound(request.uri().path().to_owned()))?;
     match route {
@@ -252,19 +255,6 @@ async fn accept_change(request: Request<Incoming>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Whether the request carries the token, if there is one. The comparison takes as long for any wrong token of the
-/// right length.
-fn is_authorized(token: Option<&str>, headers: &HeaderMap) -> bool {
-    let Some(token) = token else { return true };
-    let given = headers
-        .get(AUTHORIZATION)
-        .and_then(|value| value.as_bytes().split_at_checked("Bearer ".len()));
-    given.is_some_and(|(scheme, given)| {
-        scheme.eq_ignore_ascii_case(b"Bearer ")
-            && bool::from(given.trim_ascii().ct_eq(token.as_bytes()))
-    })
-}
-
 fn refuse(refusal: Refusal) -> Answer {
     let (status, code, message) = match &refusal {
         Refusal::NotFound(path) => {
@@ -280,11 +270,18 @@ fn refuse(refusal: Refusal) -> Answer {
                 message,
             )
         }
-        Refusal::Token => {
+        Refusal::Denied(Denied::Token) => {
             let message =
                 "the admin token is missing or wrong; send it as `authorization: Bearer TOKEN`"
                     .to_owned();
             (StatusCode::UNAUTHORIZED, "invalid_admin_token", message)
+        }
+        Refusal::Denied(Denied::Host(host)) => {
+            let host: String = host.chars().take(HOST_SHOWN_MAX_CHARS).collect();
+            let message = format!(
+                "without a token only requests for `localhost`, `127.0.0.1` or `[::1]` are answered, and this one is for `{host}`; dial one of those, or set `admin.token`"
+            );
+            (StatusCode::FORBIDDEN, "foreign_host", message)
         }
         Refusal::CrossOrigin => {
             let message = "requests of web pages may change nothing here".to_owned();
@@ -321,7 +318,7 @@ fn refuse(refusal: Refusal) -> Answer {
     let body = json!({"error": {"message": message, "type": kind, "code": code, "param": null}});
     let mut answer = json_answer(status, &body);
     match refusal {
-        Refusal::Token => {
+        Refusal::Denied(Denied::Token) => {
             answer
                 .headers_mut()
                 .insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

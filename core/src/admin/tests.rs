@@ -9,6 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 use super::fleet::FleetAdmin;
+use super::guard::Guard;
 use super::status::{ModelStatus, ReplicaState, ReplicaStatus, StatusReport};
 use super::{Admin, serve};
 use crate::serve::reload::Confirmed;
@@ -62,7 +63,7 @@ async fn start(
             }
         }),
         ends: Arc::new(Vec::new),
-        token: token.map(str::to_owned),
+        guard: Guard::new(token.map(str::to_owned), false),
         fleet,
     };
     let stop = CancellationToken::new();
@@ -122,7 +123,9 @@ async fn ask(
 ) -> (u16, String, String) {
     send(
         address,
-        &format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n"),
+        &format!(
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n"
+        ),
     )
     .await
 }
@@ -198,6 +201,34 @@ async fn a_token_is_asked_for_everywhere_but_health() {
         assert_eq!(head.contains("www-authenticate: bearer"), status == 401);
         assert!(!body.contains("s3cret"), "{body}");
     }
+}
+
+#[tokio::test]
+async fn without_a_token_a_request_for_another_host_is_answered_for_health_alone() {
+    let (open, closed) = (
+        listen(None, Ok(())).await,
+        listen(Some("s3cret"), Ok(())).await,
+    );
+    for (admin, path, expected) in [
+        (&open, "/metrics", 403),
+        (&open, "/v1/status", 403),
+        (&open, "/v1/tokens/new?node=n1", 403),
+        (&open, "/nowhere", 403),
+        (&open, "/healthz", 200),
+        (&open, "/readyz", 200),
+        (&closed, "/metrics", 200),
+    ] {
+        let request = format!(
+            "GET {path} HTTP/1.1\r\nhost: evil.example:8081\r\nauthorization: Bearer s3cret\r\nconnection: close\r\n\r\n"
+        );
+        let (status, _, body) = send(admin.address, &request).await;
+        assert_eq!(status, expected, "{path}: {body}");
+        if status == 403 {
+            assert!(body.contains("foreign_host") && body.contains("`evil.example:8081`"));
+        }
+    }
+    let old = "GET /metrics HTTP/1.0\r\n\r\n";
+    assert_eq!(send(open.address, old).await.0, 200);
 }
 
 #[tokio::test]

@@ -25,6 +25,7 @@ use self::fleet::Fleet;
 use self::reload::Reloads;
 use self::signals::Signals;
 use self::tls::Tls;
+use crate::admin::guard::Guard;
 use crate::admin::{self, Admin};
 use crate::certificates::Opened as OpenedTls;
 use crate::config::{self, Config};
@@ -197,7 +198,10 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
             Arc::new(move |confirmed| reloads.now(confirmed))
         },
         ends: Arc::new(move || certificates.ends()),
-        token: token.map(|token| token.expose().to_string()),
+        guard: Guard::new(
+            token.map(|token| token.expose().to_string()),
+            admin_tls.is_some(),
+        ),
         fleet: fleet.as_ref().map(Fleet::admin),
     });
     let admin_task = tokio::spawn(admin::serve(
