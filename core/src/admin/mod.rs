@@ -1,5 +1,6 @@
 //! The admin listener: `/metrics`, health, and JSON for `llmgw ctl`. Binds to loopback by default.
 
+mod addresses;
 pub mod fleet;
 pub mod guard;
 pub mod page;
@@ -18,10 +19,12 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+use self::addresses::{Addresses, CONNECTIONS_OF_ADDRESS_MAX};
 use self::guard::Guard;
 use self::status::StatusReport;
 use crate::certificates::{Ends, Port};
 use crate::serve::reload::Confirmed;
+use crate::sparing::Sparing;
 use crate::telemetry::metrics::Metrics;
 
 /// Connections served at once; further ones wait in the kernel's backlog.
@@ -29,6 +32,13 @@ pub const ADMIN_CONNECTIONS_MAX: usize = 256;
 /// A connection that sends no request for this long is closed.
 const HEADER_READ_TIMEOUT_MS: u64 = 10_000;
 const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// A client that takes nothing of its answer: after this long the kernel resets it.
+const CLIENT_STALLED_MAX: Duration = Duration::from_secs(30);
+/// A connection ends with the answer at hand once it is this old, whatever its client does: one that takes a byte now and then would keep its
+/// place for ever.
+const CONNECTION_LIFE: Duration = Duration::from_secs(120);
+/// For that answer: longer than `ctl` waits for one.
+const LAST_ANSWER_MAX: Duration = Duration::from_secs(60);
 const CONNECTION_BUFFER_MAX_BYTES: usize = 64 << 10;
 /// Pause after an accept that failed (mostly: out of file descriptors), so that the loop doesn't spin.
 const ACCEPT_RETRY_MS: u64 = 50;
@@ -64,6 +74,8 @@ pub async fn serve(
     stop: CancellationToken,
 ) {
     let permits = Arc::new(Semaphore::new(ADMIN_CONNECTIONS_MAX));
+    let addresses = Arc::new(Addresses::default());
+    let (mut turned_away, mut not_accepted) = (Sparing::default(), Sparing::default());
     loop {
         let accepted = async {
             let permit = permits.clone().acquire_owned().await;
@@ -74,15 +86,27 @@ pub async fn serve(
             () = stop.cancelled() => return,
         };
         match accepted {
-            Ok((stream, _)) => {
+            Ok((stream, address)) => {
+                let Some(held) = addresses.hold(address.ip()) else {
+                    if let Some(unsaid) = turned_away.note() {
+                        tracing::warn!(
+                            "{address} was turned away from `admin`: it has {CONNECTIONS_OF_ADDRESS_MAX} connections there{unsaid}"
+                        );
+                    }
+                    continue;
+                };
                 let (admin, tls, stop) = (admin.clone(), tls.clone(), stop.clone());
                 tokio::spawn(async move {
                     serve_stream(stream, admin, tls, stop).await;
-                    drop(permit);
+                    drop((permit, held));
                 });
             }
             Err(error) => {
-                tracing::warn!(%error, "the admin listener could not accept a connection");
+                if let Some(unsaid) = not_accepted.note() {
+                    tracing::warn!(
+                        "the admin listener could not accept a connection: {error}{unsaid}"
+                    );
+                }
                 tokio::time::sleep(Duration::from_millis(ACCEPT_RETRY_MS)).await;
             }
         }
@@ -95,6 +119,12 @@ async fn serve_stream(
     tls: Option<Arc<Port>>,
     stop: CancellationToken,
 ) {
+    if let Err(error) =
+        socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(CLIENT_STALLED_MAX))
+    {
+        tracing::debug!(%error, "an admin connection took no limit");
+        return;
+    }
     let Some(tls) = tls else {
         return serve_connection(stream, admin, stop).await;
     };
@@ -118,11 +148,19 @@ where
         .max_buf_size(CONNECTION_BUFFER_MAX_BYTES)
         .serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
-    let result = tokio::select! {
-        result = &mut connection => result,
-        () = stop.cancelled() => {
+    let ended = tokio::select! {
+        result = &mut connection => Some(result),
+        () = stop.cancelled() => None,
+        () = tokio::time::sleep(CONNECTION_LIFE) => None,
+    };
+    let result = match ended {
+        Some(result) => result,
+        None => {
             connection.as_mut().graceful_shutdown();
-            connection.await
+            match tokio::time::timeout(LAST_ANSWER_MAX, connection).await {
+                Ok(result) => result,
+                Err(_) => return tracing::debug!("an admin client did not take its answer"),
+            }
         }
     };
     if let Err(error) = result {

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -46,11 +47,27 @@ async fn start(
 ) -> Listening {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let reloads = Arc::new(AtomicU64::new(0));
-    let counted = reloads.clone();
-    let confirmed = Arc::new(AtomicU64::new(0));
-    let meant = confirmed.clone();
-    let admin = Admin {
+    let (reloads, confirmed) = (Arc::default(), Arc::default());
+    let admin = admin(token, ready, fleet, &reloads, &confirmed);
+    let stop = CancellationToken::new();
+    tokio::spawn(serve(listener, Arc::new(admin), None, stop.clone()));
+    Listening {
+        address,
+        reloads,
+        confirmed,
+        stop,
+    }
+}
+
+fn admin(
+    token: Option<&str>,
+    ready: Result<(), String>,
+    fleet: Option<FleetAdmin>,
+    reloads: &Arc<AtomicU64>,
+    confirmed: &Arc<AtomicU64>,
+) -> Admin {
+    let (counted, meant) = (reloads.clone(), confirmed.clone());
+    Admin {
         metrics: Arc::default(),
         policies: llmgw_plugins::Policies::open(llmgw_plugins::PolicyOptions::default()).unwrap(),
         report: Arc::new(report),
@@ -65,14 +82,6 @@ async fn start(
         ends: Arc::new(Vec::new),
         guard: Guard::new(token.map(str::to_owned), false),
         fleet,
-    };
-    let stop = CancellationToken::new();
-    tokio::spawn(serve(listener, Arc::new(admin), None, stop.clone()));
-    Listening {
-        address,
-        reloads,
-        confirmed,
-        stop,
     }
 }
 
@@ -323,4 +332,22 @@ async fn connections_that_say_nothing_leave_room_for_others_and_a_stop_ends_all(
     for stream in &mut silent {
         assert!(matches!(stream.read(&mut [0; 1]).await, Ok(0) | Err(_)));
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_asks_and_never_reads_loses_its_connection() {
+    let admin = admin(None, Ok(()), None, &Arc::default(), &Arc::default());
+    let (mut client, server) = tokio::io::duplex(1_024);
+    let asking = tokio::spawn(async move {
+        while client
+            .write_all(b"GET /healthz HTTP/1.1\r\n\r\n")
+            .await
+            .is_ok()
+        {}
+        client
+    });
+    let serving = super::serve_connection(server, Arc::new(admin), CancellationToken::new());
+    let ended = tokio::time::timeout(Duration::from_secs(3_600), serving).await;
+    assert!(ended.is_ok(), "it keeps its place");
+    asking.await.unwrap();
 }

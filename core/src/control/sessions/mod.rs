@@ -35,6 +35,7 @@ use super::observed::{Commands, NotSent, Observed, Timing};
 use crate::config::Agents;
 
 pub use self::door::{Door, Peer};
+pub use self::strangers::network;
 pub use self::tails::TailError;
 
 /// Messages of all agents that wait for the table.
