@@ -344,6 +344,37 @@ fn a_body_over_the_limit_is_413_whether_its_length_was_announced_or_not() {
 }
 
 #[test]
+fn more_idle_clients_than_there_is_room_for_keep_nobody_else_from_working() {
+    let engine = start(Options::new(Kind::Vllm)).unwrap();
+    let gateway = Setup::new()
+        .open_files(512)
+        .model("fake", "")
+        .endpoint("vllm", &engine.url(), "")
+        .start();
+    gateway.ready("fake", 1);
+    let mut early = gateway.client();
+    let mut asks = || {
+        early.post("/v1/chat/completions", &chat(false), "");
+        assert_eq!(early.answer().status(), 200);
+    };
+    asks();
+    let idle: Vec<TcpStream> = (0..400)
+        .map(|_| TcpStream::connect(gateway.addr).unwrap())
+        .collect();
+    gateway.until("somebody waits", || {
+        gateway.metric("llmgw_client_connections_waited_total", "") > 0.0
+    });
+    assert_eq!(gateway.metric("llmgw_client_connections_max", ""), 192.0);
+    gateway.await_log("`listen` is full: 192 clients are connected");
+    asks();
+    drop(idle);
+    let late = gateway.post("/v1/chat/completions", &chat(false), "");
+    assert_eq!(late.status(), 200);
+    let log = gateway.log();
+    assert!(!log.contains("could not be accepted"), "{log}");
+}
+
+#[test]
 fn a_client_that_waits_to_be_asked_for_its_body_is_asked() {
     let fleet = fleet();
     let body = chat(false);

@@ -38,6 +38,7 @@ pub struct Setup {
     models: String,
     files: Vec<(String, String)>,
     arguments: Vec<String>,
+    open_files: Option<u32>,
 }
 
 /// A running server, killed when dropped; its directory goes with it.
@@ -110,6 +111,12 @@ impl Setup {
         self
     }
 
+    /// The server may have no more files open than this.
+    pub fn open_files(mut self, limit: u32) -> Setup {
+        self.open_files = Some(limit);
+        self
+    }
+
     /// The configuration's text.
     pub fn yaml(&self) -> String {
         let limits = match self.limits.as_str() {
@@ -139,7 +146,17 @@ impl Setup {
             write(&dir.join(path), contents);
         }
         write(&dir.join("llmgw.yaml"), &self.yaml());
-        let mut child = Command::new(env!("CARGO_BIN_EXE_llmgw"))
+        let llmgw = env!("CARGO_BIN_EXE_llmgw");
+        let mut command = match self.open_files {
+            None => Command::new(llmgw),
+            Some(limit) => {
+                let script = format!("ulimit -n {limit} && exec \"$0\" \"$@\"");
+                let mut shell = Command::new("sh");
+                shell.args(["-c", &script, llmgw]);
+                shell
+            }
+        };
+        let mut child = command
             .arg("server")
             .arg("--config")
             .arg(dir.join("llmgw.yaml"))

@@ -11,6 +11,7 @@ pub mod auth;
 pub mod band;
 pub mod body;
 pub mod client_io;
+pub mod client_room;
 pub mod dialect;
 pub mod engine_error;
 pub mod events;

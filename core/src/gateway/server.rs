@@ -19,12 +19,14 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::client_io::{ClientIo, Wire};
+use super::client_room::ClientRoom;
 use super::outgoing::Outgoing;
 use super::request;
 use super::state::Gateway;
 use crate::certificates::Port;
+use crate::sparing::Sparing;
 
-/// A client that is silent before or between its requests is let go after this.
+/// A client that is silent between its requests is let go after this; before the first one `ClientRoom` says when.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(75);
 /// A client that takes nothing of what waits for it holds an engine's slot: after this long the kernel resets it.
 const CLIENT_STALLED_MAX: Duration = Duration::from_secs(300);
@@ -50,6 +52,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 pub struct Listener {
     pub tcp: TcpListener,
     pub tls: Option<Arc<Port>>,
+    pub room: Arc<ClientRoom>,
 }
 
 /// How the end of serving is told.
@@ -61,31 +64,55 @@ pub struct Stop {
     pub is_idle: CancellationToken,
 }
 
+/// What all connections of a listener share.
+struct Serving {
+    tls: Option<Arc<Port>>,
+    room: Arc<ClientRoom>,
+    builders: Builders,
+    gateway: Arc<Gateway>,
+    stop: Stop,
+}
+
 /// Serves until the stop begins; then no connection is accepted any more. Those that are open stay so while anything
 /// is at work, so that a request on one of them is told that it must go elsewhere, instead of meeting a closed socket.
 /// Returns the connections that are left, for the caller to wait for.
 pub async fn serve(listener: Listener, gateway: Arc<Gateway>, stop: Stop) -> TaskTracker {
-    let builders = Arc::new(Builders::new());
+    let Listener { tcp, tls, room } = listener;
+    let serving = Arc::new(Serving {
+        tls,
+        room,
+        builders: Builders::new(),
+        gateway,
+        stop: stop.clone(),
+    });
     let connections = TaskTracker::new();
+    let mut not_accepted = Sparing::default();
     loop {
         let accepted = tokio::select! {
-            accepted = listener.tcp.accept() => accepted,
+            accepted = tcp.accept() => accepted,
             () = stop.begins.cancelled() => break,
         };
         let stream = match accepted {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!("a connection could not be accepted: {error}");
+                if let Some(unsaid) = not_accepted.note() {
+                    tracing::warn!("a connection could not be accepted: {error}{unsaid}");
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let (builders, gateway, stop) = (builders.clone(), gateway.clone(), stop.clone());
-        let tls = listener.tls.clone();
+        // Only now, so that it is known whether anybody waits. Further ones stay in the kernel's queue meanwhile.
+        let seat = tokio::select! {
+            seat = serving.room.seat() => seat,
+            () = stop.begins.cancelled() => break,
+        };
+        let serving = serving.clone();
         connections.spawn(async move {
-            if let Err(error) = connection(stream, tls, &builders, gateway, stop).await {
+            if let Err(error) = connection(stream, &serving).await {
                 tracing::debug!("connection ended: {error}");
             }
+            drop(seat);
         });
     }
     connections.close();
@@ -146,32 +173,30 @@ fn connection_builder() -> auto::Builder<TokioExecutor> {
 
 async fn connection(
     stream: TcpStream,
-    tls: Option<Arc<Port>>,
-    builders: &Builders,
-    gateway: Arc<Gateway>,
-    stop: Stop,
+    serving: &Serving,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     // An event leaves when it is written; Nagle would hold it back for the one before.
     stream.set_nodelay(true)?;
     socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(CLIENT_STALLED_MAX))?;
     let wire = Wire::of(&stream);
-    match tls {
+    let builders = &serving.builders;
+    match &serving.tls {
         None => {
-            let choosing = tokio::time::timeout(HEADER_READ_TIMEOUT, builders.choose(&stream));
             let builder = tokio::select! {
-                chosen = choosing => chosen??,
-                () = stop.begins.cancelled() => None,
+                chosen = builders.choose(&stream) => chosen?,
+                () = serving.room.patience() => None,
+                () = serving.stop.begins.cancelled() => None,
             };
             let Some(builder) = builder else {
                 return Ok(());
             };
             let io = ClientIo::new(stream, wire.clone());
-            drive(io, wire, builder, gateway, stop).await
+            drive(io, wire, builder, serving).await
         }
         Some(port) => {
             let stream = port.accept(stream, TLS_HANDSHAKE_TIMEOUT).await?;
             let io = ClientIo::new(stream, wire.clone());
-            drive(io, wire, &builders.either, gateway, stop).await
+            drive(io, wire, &builders.either, serving).await
         }
     }
 }
@@ -180,12 +205,17 @@ async fn drive<S>(
     io: ClientIo<S>,
     wire: Arc<Wire>,
     builder: &auto::Builder<TokioExecutor>,
-    gateway: Arc<Gateway>,
-    stop: Stop,
+    serving: &Serving,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
 where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 {
+    let Serving {
+        room,
+        gateway,
+        stop,
+        ..
+    } = serving;
     let is_http2 = AtomicBool::new(false);
     let has_asked = AtomicBool::new(false);
     let service = service_fn(|request: Request<Incoming>| {
@@ -204,13 +234,13 @@ where
     let connection = builder.serve_connection(io, service);
     tokio::pin!(connection);
     let ended = {
-        let mut serving = pin!(wire.watch(connection.as_mut()));
+        let mut served = pin!(wire.watch(connection.as_mut()));
         let mut stopped = pin!(stop.begins.cancelled());
         // hyper has a limit for a head, and none for the first bytes, from which it tells the protocol.
-        let mut first_request = pin!(tokio::time::sleep(HEADER_READ_TIMEOUT));
+        let mut first_request = pin!(room.patience());
         let mut is_registered = false;
         poll_fn(|context| {
-            if let Poll::Ready(ended) = serving.as_mut().poll(context) {
+            if let Poll::Ready(ended) = served.as_mut().poll(context) {
                 return Poll::Ready(Some(ended));
             }
             if !has_asked.load(Ordering::Relaxed) && first_request.as_mut().poll(context).is_ready()

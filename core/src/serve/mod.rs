@@ -1,6 +1,7 @@
 //! `llmgw server`: reads the configuration, opens the addresses, serves until it is told to stop.
 
 mod agents;
+mod files;
 mod fleet;
 pub mod reload;
 pub mod report;
@@ -31,6 +32,7 @@ use crate::certificates::Opened as OpenedTls;
 use crate::config::{self, Config};
 use crate::control::enrolment::Enrolment;
 use crate::control::sessions::Door;
+use crate::gateway::client_room::ClientRoom;
 use crate::gateway::server::{self, Listener};
 use crate::gateway::state::Gateway;
 use crate::policy::OwnKernels;
@@ -139,7 +141,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         return Ok(());
     }
     let telemetry = start_telemetry(&checked.config);
-    raise_file_limit();
+    let files = files::raise_limit();
     let mut signals = Signals::install(options.dev).map_err(start_error("signals"))?;
     let Bound {
         clients,
@@ -223,9 +225,12 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         scheme(addresses.admin_tls),
         addresses.admin
     );
+    let clients_max = files::clients_max(files, addresses.agents.is_some());
+    tracing::info!("at most {clients_max} clients at once, of {files} open files");
     let clients = Listener {
         tcp: clients,
         tls: clients_tls,
+        room: ClientRoom::new(clients_max, &telemetry.metrics),
     };
     let serving = tokio::spawn(server::serve(
         clients,
@@ -452,16 +457,6 @@ fn bind(address: SocketAddr, what: &str) -> Result<TcpListener, ServerError> {
             "`{what}` {address} can't be listened on: {error}; is another process there? (`ss -ltnp`)"
         ))
     })
-}
-
-/// A stream takes two descriptors; the soft limit of 1,024 is a history lesson.
-fn raise_file_limit() {
-    use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
-        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
-    if let Err(error) = raised {
-        tracing::warn!("the limit of open files could not be raised: {error}");
-    }
 }
 
 fn start_error(what: &'static str) -> impl Fn(io::Error) -> ServerError {

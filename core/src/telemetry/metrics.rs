@@ -103,11 +103,22 @@ impl UpstreamError {
     }
 }
 
+/// The clients of `listen`.
+#[derive(Debug, Default)]
+pub struct ClientMetrics {
+    pub open: Gauge,
+    pub max: Gauge,
+    /// Those that had to wait for room.
+    pub waited: Counter,
+}
+
 /// All counts of the process.
 #[derive(Debug, Default)]
 pub struct Metrics {
     /// Also held by the access log, which counts.
     pub access_records_dropped: Counter,
+    /// Kept by the listener.
+    pub clients: ClientMetrics,
     reloads_ok: Counter,
     reloads_failed: Counter,
     models: ArcSwap<Map<ModelMetrics>>,
@@ -241,12 +252,38 @@ impl Metrics {
             "Access records that were not written.",
             dropped,
         )?;
+        self.clients.encode(encoder)?;
         let version = vec![([("version", env!("CARGO_PKG_VERSION"))], 1.0)];
         gauges(
             encoder,
             "llmgw_build_info",
             "The version that runs.",
             version,
+        )
+    }
+}
+
+impl ClientMetrics {
+    fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        for (name, help, gauge) in [
+            (
+                "llmgw_client_connections",
+                "Clients that are connected.",
+                &self.open,
+            ),
+            (
+                "llmgw_client_connections_max",
+                "Clients that may be connected: the others wait.",
+                &self.max,
+            ),
+        ] {
+            gauges(encoder, name, help, vec![([], gauge.get() as f64)])?;
+        }
+        counters(
+            encoder,
+            "llmgw_client_connections_waited",
+            "Clients that had to wait until another one left.",
+            vec![([], self.waited.get())],
         )
     }
 }
@@ -639,6 +676,9 @@ mod tests {
             ),
             ("llmgw_config_reloads_total{result=\"ok\"}", 0.0),
             ("llmgw_access_records_dropped_total", 0.0),
+            ("llmgw_client_connections", 0.0),
+            ("llmgw_client_connections_max", 0.0),
+            ("llmgw_client_connections_waited_total", 0.0),
         ] {
             assert_eq!(value(&text, series), Some(expected), "{series}\n{text}");
         }
