@@ -1,6 +1,6 @@
 //! What an operator is told about a configuration that is valid: what needs a restart, what has no effect yet, what was probably not meant.
 
-use super::{Config, TlsFiles};
+use super::{AdminListen, Config, TlsFiles};
 
 /// The settings that differ and take effect only when the server is started again.
 pub fn needs_restart(old: &Config, new: &Config) -> Vec<&'static str> {
@@ -93,8 +93,25 @@ pub fn warnings(config: &Config) -> Vec<String> {
             ));
         }
     }
+    said.extend(admin_warnings(&config.admin));
     said.extend(agents_warnings(config));
     said
+}
+
+fn admin_warnings(admin: &AdminListen) -> Option<String> {
+    let address = admin.address;
+    if address.ip().is_loopback() {
+        return None;
+    }
+    match (&admin.token, &admin.tls) {
+        (None, Some(_)) => Some(format!(
+            "`admin` {address} can be reached from other machines, and `admin.token` is not set: TLS keeps nobody out, so whoever reaches it can drain, stop and reload"
+        )),
+        (Some(_), None) => Some(format!(
+            "`admin` {address} can be reached from other machines, and `admin.tls` is not set: whoever is on the way reads `admin.token`, and all that is answered"
+        )),
+        _ => None,
+    }
 }
 
 fn agents_warnings(config: &Config) -> Vec<String> {

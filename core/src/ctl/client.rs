@@ -17,6 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 use super::trust::{Authority, NotTrusted};
+use crate::admin::guard::is_own_host;
 
 const CONNECT_TIMEOUT_MS: u64 = 5000;
 /// For the whole exchange; a reload checks and tests a whole policy set.
@@ -185,6 +186,17 @@ impl Admin {
             prefix: uri.path().trim_end_matches('/').to_owned(),
             token: token.filter(|token| !token.is_empty()).map(str::to_owned),
             authority,
+        })
+    }
+
+    /// What is probably not meant with it.
+    pub fn warning(&self) -> Option<String> {
+        let is_open = self.authority.is_none() && !is_own_host(&self.named);
+        (is_open && self.token.is_some()).then(|| {
+            format!(
+                "the token goes to {} in clear text, where anybody on the way can read it: give the server `admin.tls`, and dial https:// with --admin-ca FILE",
+                self.url
+            )
         })
     }
 

@@ -258,7 +258,11 @@ fn admin(args: &CtlArgs) -> Result<Admin, ClientError> {
     // An empty variable is one that is not set.
     let ca = args.admin_ca.as_deref();
     let ca = ca.filter(|ca| !ca.as_os_str().is_empty());
-    Admin::new(&args.admin, args.token.as_deref(), ca)
+    let admin = Admin::new(&args.admin, args.token.as_deref(), ca)?;
+    if let Some(warning) = admin.warning() {
+        eprintln!("llmgw ctl: warning: {warning}");
+    }
+    Ok(admin)
 }
 
 /// Prints what the server said about what was asked for.

@@ -161,6 +161,25 @@ async fn messages_name_the_address_and_the_way_out() {
     }
 }
 
+#[test]
+fn a_token_that_others_can_read_on_its_way_is_warned_about() {
+    for (url, token, is_said) in [
+        ("http://ctl.example:8081", Some("s3cret"), true),
+        ("10.0.0.1:8081", Some("s3cret"), true),
+        ("http://localhost.example:8081", Some("s3cret"), true),
+        ("http://ctl.example:8081", None, false),
+        ("http://ctl.example:8081", Some(""), false),
+        ("http://127.0.0.1:8081", Some("s3cret"), false),
+        ("http://[::1]:8081", Some("s3cret"), false),
+        ("localhost", Some("s3cret"), false),
+    ] {
+        let said = Admin::new(url, token, None).unwrap().warning();
+        assert_eq!(said.is_some(), is_said, "{url} {said:?}");
+        let said = said.unwrap_or_default();
+        assert!(!said.contains("s3cret") && (!is_said || said.contains(url)));
+    }
+}
+
 #[tokio::test]
 async fn something_else_that_listens_there_is_told_apart() {
     for answer in [

@@ -724,3 +724,34 @@ fn agents_that_anybody_can_let_in_are_warned_about() {
         );
     assert_eq!(warnings(&good(&closed)), Vec::<String>::new());
 }
+
+#[test]
+fn an_admin_address_that_others_reach_is_warned_about_unless_it_has_both_token_and_tls() {
+    let token = "token: a-long-enough-token";
+    let tls = "tls: {cert: c.pem, key: k.pem}";
+    for (admin, expected) in [
+        (
+            format!("listen: 0.0.0.0:8081, {tls}"),
+            Some("`admin.token` is not set: TLS keeps nobody out"),
+        ),
+        (
+            format!("listen: '[::]:8081', {token}"),
+            Some("`admin.tls` is not set: whoever is on the way reads `admin.token`"),
+        ),
+        (format!("listen: 10.0.0.1:8081, {token}, {tls}"), None),
+        ("listen: 127.0.0.1:8081".to_owned(), None),
+        (format!("listen: 127.0.0.1:8081, {token}"), None),
+        (format!("listen: '[::1]:8081', {tls}"), None),
+    ] {
+        let said = warnings(&good(
+            &(model("aliases: []") + &format!("admin: {{{admin}}}\n")),
+        ));
+        match expected {
+            Some(expected) => assert!(
+                said.len() == 1 && said[0].contains(expected),
+                "{admin}: {said:?}"
+            ),
+            None => assert!(said.is_empty(), "{admin}: {said:?}"),
+        }
+    }
+}
