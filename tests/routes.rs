@@ -328,6 +328,8 @@ fn a_body_over_the_limit_is_413_whether_its_length_was_announced_or_not() {
         announced,
         chunked,
         fleet.gateway.post("/v1/completions", &body, ""),
+        // More than the kernel holds for either side: it writes on until it is read to its end.
+        fleet.gateway.post("/v1/completions", &body.repeat(500), ""),
     ] {
         assert_eq!(
             (answer.status(), answer.code()),
@@ -341,6 +343,23 @@ fn a_body_over_the_limit_is_413_whether_its_length_was_announced_or_not() {
         );
     }
     assert_eq!(fleet.first.state().total, 0);
+}
+
+#[test]
+fn what_is_refused_unread_is_read_to_its_end_so_that_the_client_sees_why() {
+    let fleet = fleet();
+    let body = vec![b'x'; 32 << 20];
+    for (method, path, status) in [
+        ("POST", "/nowhere", 404),
+        ("POST", "/v1/completions", 413),
+        ("GET", "/v1/models", 200),
+    ] {
+        let mut client = fleet.gateway.client();
+        for _ in 0..2 {
+            client.request(method, path, &[], &body);
+            assert_eq!(client.answer().status(), status, "{path}");
+        }
+    }
 }
 
 #[test]

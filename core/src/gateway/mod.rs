@@ -37,6 +37,7 @@ pub mod silence;
 pub mod splice;
 pub mod sse;
 pub mod state;
+pub mod upload;
 pub mod usage;
 mod wait;
 

@@ -1,7 +1,6 @@
 //! A request's whole story, one line a step.
 
 use std::future::poll_fn;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
@@ -12,7 +11,6 @@ use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
 use http::request::Parts;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, Response, Version};
-use http_body::Body as _;
 use hyper::body::Incoming;
 use llmgw_plugins::PolicySet;
 
@@ -33,6 +31,7 @@ use super::refusal;
 use super::respond::{self, Failure};
 use super::silence::Silence;
 use super::state::{Gateway, Runtime};
+use super::upload::Upload;
 use crate::config::Model;
 use crate::flow::tenant::TenantAccount;
 use crate::random;
@@ -56,6 +55,7 @@ pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Respon
     let request_id = headers::request_id(&parts.headers);
     let dialect = Dialect::of_path(parts.uri.path());
     let version = parts.version;
+    let mut upload = Upload::new(body, &parts);
     let mut record = Some(gateway.telemetry.open(AccessRecord {
         request_id: String::from_utf8_lossy(request_id.as_bytes()).into_owned(),
         method: parts.method.clone(),
@@ -67,12 +67,13 @@ pub async fn handle(gateway: Arc<Gateway>, request: Request<Incoming>) -> Respon
         &gateway,
         parts,
         &request_id,
-        body,
+        &mut upload,
         dialect,
         &mut record,
         &mut account,
     )
     .await;
+    upload.discard();
     let mut response = served.unwrap_or_else(|failure| {
         if let Some(record) = &mut record {
             forward::record_failure(record, &failure);
@@ -94,7 +95,7 @@ async fn serve(
     gateway: &Arc<Gateway>,
     parts: Parts,
     request_id: &http::HeaderValue,
-    body: Incoming,
+    upload: &mut Upload,
     dialect: Dialect,
     record: &mut Option<OpenRecord>,
     account: &mut Option<Arc<TenantAccount>>,
@@ -123,7 +124,7 @@ async fn serve(
         });
         return Ok(response);
     }
-    let bytes = read_body(&parts.headers, body, runtime.config.limits.body_max).await?;
+    let bytes = read_body(&parts.headers, upload, runtime.config.limits.body_max).await?;
     let understood = understand(&parts, bytes, dialect)?;
     let asked_name = name_asked(&understood, &parts.headers, dialect, &runtime, &caller)?;
     if asked_name.len() > MODEL_NAME_MAX_BYTES {
@@ -423,7 +424,7 @@ async fn send(mut job: Box<Job>) -> Result<Response<ClientBody>, Failure> {
 /// since a client that leaves is only noticed once its body was read.
 async fn read_body(
     headers: &HeaderMap,
-    mut body: Incoming,
+    upload: &mut Upload,
     limit_bytes: u64,
 ) -> Result<Bytes, Failure> {
     let too_large = || Failure::BodyTooLarge { limit_bytes };
@@ -436,7 +437,7 @@ async fn read_body(
     let mut gathered = Gathered::announced(announced.unwrap_or(0) as usize);
     let mut silence = Silence::new(BODY_IDLE_TIMEOUT, None);
     loop {
-        let polled = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
+        let polled = poll_fn(|context| match upload.poll_frame(context) {
             Poll::Ready(frame) => Poll::Ready(Ok(frame)),
             Poll::Pending => silence.poll_due(context).map(Err),
         });
