@@ -1,5 +1,6 @@
 //! The one task that owns the table of nodes: takes in what sessions say, does what the table decides, publishes what it holds.
 
+use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use super::INPUTS_MAX;
 use super::door::Gate;
 use super::seats::{Seat, Seats, too_slow};
 use super::tails::Tails;
@@ -54,6 +56,35 @@ pub(super) struct Keeper {
     revision: u64,
 }
 
+/// When time passes although words wait: without it one agent that says more than is taken in would stop it for all.
+struct Pace {
+    period: Duration,
+    ticked_at: Instant,
+    /// Words that were taken in since the next tick was due.
+    late_words: usize,
+}
+
+impl Pace {
+    fn new(period: Duration, now: Instant) -> Pace {
+        Pace {
+            period,
+            ticked_at: now,
+            late_words: 0,
+        }
+    }
+
+    fn took(&mut self, words: usize, now: Instant) {
+        if now.duration_since(self.ticked_at) >= self.period {
+            self.late_words += words;
+        }
+    }
+
+    /// All that waited when the tick was due has been heard.
+    fn is_overdue(&self) -> bool {
+        self.late_words >= INPUTS_MAX
+    }
+}
+
 impl Keeper {
     pub(super) fn new(
         timing: watch::Receiver<Timing>,
@@ -79,15 +110,21 @@ impl Keeper {
         let mut batch = Vec::with_capacity(BATCH_MAX);
         let mut ticks = ticks(*self.timing.borrow());
         let mut published_at = Instant::now();
+        let mut pace = Pace::new(ticks.period(), published_at);
         loop {
             let is_stale = self.table.observed().revision != self.revision;
             tokio::select! {
-                // Words before time: a node whose heartbeat waits in the queue is not silent.
+                // Words before time: a node whose heartbeat waits in the queue is not silent. But time is not kept waiting for ever.
                 biased;
                 () = stop.cancelled() => return,
                 () = sleep_until(published_at + PUBLISH_INTERVAL), if is_stale => {
                     self.publish();
                     published_at = Instant::now();
+                }
+                () = ready(()), if pace.is_overdue() => {
+                    published_at = self.tick();
+                    pace = Pace::new(ticks.period(), published_at);
+                    ticks.reset();
                 }
                 taken = inputs.recv_many(&mut batch, BATCH_MAX) => {
                     if taken == 0 {
@@ -96,6 +133,7 @@ impl Keeper {
                     for input in batch.drain(..) {
                         self.take(input);
                     }
+                    pace.took(taken, Instant::now());
                 }
                 changed = self.timing.changed(), if self.timing.has_changed().is_ok() => {
                     if changed.is_ok() {
@@ -105,13 +143,19 @@ impl Keeper {
                     }
                 }
                 _ = ticks.tick() => {
-                    self.apply(NodeEvent::Tick);
-                    // Also without a change: when each node was last heard is in it.
-                    self.publish();
-                    published_at = Instant::now();
+                    published_at = self.tick();
+                    pace = Pace::new(ticks.period(), published_at);
                 }
             }
         }
+    }
+
+    /// Time passes. Returns when that was published.
+    fn tick(&mut self) -> Instant {
+        self.apply(NodeEvent::Tick);
+        // Also without a change: when each node was last heard is in it.
+        self.publish();
+        Instant::now()
     }
 
     fn take(&mut self, input: Input) {
@@ -244,4 +288,24 @@ fn ticks(timing: Timing) -> tokio::time::Interval {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_passes_once_all_that_waited_when_it_was_due_has_been_heard() {
+        let began = Instant::now();
+        let period = Duration::from_millis(100);
+        let mut pace = Pace::new(period, began);
+        for _ in 0..100 {
+            pace.took(INPUTS_MAX, began + period / 2);
+        }
+        assert!(!pace.is_overdue(), "the tick is not due yet");
+        pace.took(INPUTS_MAX - 1, began + period);
+        assert!(!pace.is_overdue(), "one word may still be from before");
+        pace.took(1, began + period);
+        assert!(pace.is_overdue());
+    }
 }
