@@ -21,6 +21,30 @@ local OWNED = {
   "--enable-metrics", "--api-key",
 }
 
+-- What `args` give a flag, by any of its names; nil: nothing.
+local function given(args, ...)
+  for at, arg in args or {} do
+    for i = 1, select("#", ...) do
+      local flag = (select(i, ...))
+      if arg == flag then
+        return args[at + 1] or ""
+      elseif string.sub(arg, 1, #flag + 1) == flag .. "=" then
+        return string.sub(arg, #flag + 2)
+      end
+    end
+  end
+  return nil
+end
+
+-- A key of the profile that is a flag too: the same value may be in `args`, another one is a contradiction.
+local function contradicted(errors, profile, key, ...)
+  local said, other = profile[key], given(profile.args, ...)
+  if said ~= nil and other ~= nil and other ~= tostring(said) then
+    local flag = (select(1, ...))
+    table.insert(errors, "argument `" .. flag .. "` says `" .. other .. "`, `" .. key .. "` says `" .. tostring(said) .. "`: remove it from `args`")
+  end
+end
+
 function M.validate(profile, model)
   local errors = {}
   for _, arg in profile.args or {} do
@@ -30,6 +54,8 @@ function M.validate(profile, model)
       end
     end
   end
+  contradicted(errors, profile, "slots", "--max-running-requests")
+  contradicted(errors, profile, "quantization", "--quantization")
   if profile.launch_mode ~= nil and profile.launch_mode ~= "native" then
     table.insert(errors, "SGLang knows launch_mode `native` only, not `" .. tostring(profile.launch_mode) .. "`")
   end
@@ -58,6 +84,12 @@ function M.commands(shard)
   local args = { "serve", "--model-path", model(shard) }
   append(args, "--served-model-name", shard.served_name, "--host", shard.advertise or "127.0.0.1", "--port", shard.port,
     "--tp-size", shard.tensor_parallel or 1, "--pp-size", shard.pipeline_parallel or 1, "--enable-metrics")
+  if shard.quantization then
+    append(args, "--quantization", shard.quantization)
+  end
+  if shard.slots then
+    append(args, "--max-running-requests", shard.slots)
+  end
   local env = {}
   if (shard.nodes or 1) > 1 then
     append(args, "--nnodes", shard.nodes, "--node-rank", shard.rank,

@@ -54,6 +54,22 @@ t.case("it is started with its metrics, its port and its name", function()
   has(args, "--tp-size", "2")
 end)
 
+t.case("it loads and serves as the profile says", function()
+  local sglang = t.engine("sglang")
+  has(sglang:commands({ quantization = "fp8", slots = 256 })[1].args, "--quantization", "fp8", "--max-running-requests", "256")
+  for _, arg in sglang:commands({})[1].args do
+    t.ok(arg ~= "--quantization" and arg ~= "--max-running-requests", arg)
+  end
+end)
+
+t.case("what the profile says may be in `args` again, and nothing else", function()
+  local sglang = t.engine("sglang")
+  t.equal(sglang:validate { slots = 64, args = { "--max-running-requests", "64" } }, {})
+  t.equal(sglang:validate { slots = 64, args = { "--max-running-requests" } }, {
+    "argument `--max-running-requests` says ``, `slots` says `64`: remove it from `args`",
+  })
+end)
+
 t.case("each rank of two nodes names the leader, and only the leader serves", function()
   for rank = 0, 1 do
     local shard = {

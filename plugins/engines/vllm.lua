@@ -19,6 +19,30 @@ local OWNED = {
   "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless", "--distributed-executor-backend", "--api-key",
 }
 
+-- What `args` give a flag, by any of its names; nil: nothing.
+local function given(args, ...)
+  for at, arg in args or {} do
+    for i = 1, select("#", ...) do
+      local flag = (select(i, ...))
+      if arg == flag then
+        return args[at + 1] or ""
+      elseif string.sub(arg, 1, #flag + 1) == flag .. "=" then
+        return string.sub(arg, #flag + 2)
+      end
+    end
+  end
+  return nil
+end
+
+-- A key of the profile that is a flag too: the same value may be in `args`, another one is a contradiction.
+local function contradicted(errors, profile, key, ...)
+  local said, other = profile[key], given(profile.args, ...)
+  if said ~= nil and other ~= nil and other ~= tostring(said) then
+    local flag = (select(1, ...))
+    table.insert(errors, "argument `" .. flag .. "` says `" .. other .. "`, `" .. key .. "` says `" .. tostring(said) .. "`: remove it from `args`")
+  end
+end
+
 function M.validate(profile, model)
   local errors = {}
   for _, arg in profile.args or {} do
@@ -28,6 +52,8 @@ function M.validate(profile, model)
       end
     end
   end
+  contradicted(errors, profile, "slots", "--max-num-seqs")
+  contradicted(errors, profile, "quantization", "--quantization", "-q")
   local mode = profile.launch_mode
   if mode ~= nil and mode ~= "native" and mode ~= "ray" then
     table.insert(errors, "vLLM knows launch_mode `native` and `ray`, not `" .. tostring(mode) .. "`")
@@ -75,6 +101,12 @@ local function serve(shard)
   local args = { "serve", model(shard) }
   append(args, "--served-model-name", shard.served_name, "--host", shard.advertise or "127.0.0.1", "--port", shard.port,
     "--tensor-parallel-size", shard.tensor_parallel or 1, "--pipeline-parallel-size", shard.pipeline_parallel or 1)
+  if shard.quantization then
+    append(args, "--quantization", shard.quantization)
+  end
+  if shard.slots then
+    append(args, "--max-num-seqs", shard.slots)
+  end
   return args
 end
 

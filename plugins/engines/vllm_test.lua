@@ -59,6 +59,24 @@ t.case("one node: one process, which has the port and the name that it is asked 
   has(args, "--max-model-len", "32768")
 end)
 
+t.case("it loads and serves as the profile says", function()
+  local vllm = t.engine("vllm")
+  has(vllm:commands({ quantization = "fp8", slots = 256 })[1].args, "--quantization", "fp8", "--max-num-seqs", "256")
+  for _, arg in vllm:commands({})[1].args do
+    t.ok(arg ~= "--quantization" and arg ~= "--max-num-seqs", arg)
+  end
+end)
+
+t.case("what the profile says may be in `args` again, and nothing else", function()
+  local vllm = t.engine("vllm")
+  t.equal(vllm:validate { slots = 64, quantization = "fp8", args = { "--max-num-seqs", "64", "-q=fp8" } }, {})
+  t.equal(vllm:validate { args = { "--max-num-seqs", "64", "--quantization", "awq" } }, {})
+  t.equal(vllm:validate { slots = 64, quantization = "fp8", args = { "--max-num-seqs=32", "-q", "awq" } }, {
+    "argument `--max-num-seqs` says `32`, `slots` says `64`: remove it from `args`",
+    "argument `--quantization` says `awq`, `quantization` says `fp8`: remove it from `args`",
+  })
+end)
+
 t.case("a source is a name on the Hub, or a path below the node's models_dir where it begins with ./", function()
   local function model(source)
     local shard = { source = source, models_dir = "/models", served_name = "m", port = 21007 }

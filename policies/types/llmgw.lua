@@ -148,6 +148,7 @@
 ---@field extra_ports integer[] More ports that are reserved for it.
 ---@field tensor_parallel integer GPUs that share each layer.
 ---@field pipeline_parallel integer Stages that layers are split into.
+---@field quantization? string As configured, e.g. `fp8`.
 ---@field slots? integer Requests that it works on at the same time.
 ---@field gpus integer GPUs on this node.
 ---@field cpus? integer Cores on this node.

@@ -211,6 +211,7 @@ fn view<'a>(chosen: &Chosen<'a>, port: u16, env: &'a [(String, String)]) -> Shar
         extra_ports: &[],
         tensor_parallel: profile.tensor_parallel,
         pipeline_parallel: profile.pipeline_parallel,
+        quantization: profile.quantization.as_deref(),
         slots: profile.slots,
         gpus: profile.gpus_per_node,
         cpus: profile.cpus,

@@ -90,6 +90,8 @@ view! {
         tensor_parallel: u32,
         /// Stages that layers are split into.
         pipeline_parallel: u32,
+        /// As configured, e.g. `fp8`.
+        quantization: Option<&'a str>,
         /// Requests that it works on at the same time.
         slots: Option<u32>,
         /// GPUs on this node.

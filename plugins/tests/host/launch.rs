@@ -60,7 +60,8 @@ fn llama_cpp_gets_enough_http_threads_and_its_metrics() {
 
 #[test]
 fn vllm_starts_alone_natively_over_nodes_and_under_ray() {
-    let serve = "vllm serve org/m --served-model-name m --host 10.0.0.1 --port 21000 --tensor-parallel-size 4 --pipeline-parallel-size 1";
+    let serve = "vllm serve org/m --served-model-name m --host 10.0.0.1 --port 21000 --tensor-parallel-size 4 --pipeline-parallel-size 1 \
+                 --max-num-seqs 8";
     assert_eq!(lines("vllm", &shard("vllm")), [serve]);
     let gang = ShardView {
         nodes: 2,
@@ -135,7 +136,7 @@ fn sglang_is_told_where_its_ranks_meet() {
         lines("sglang", &gang),
         [
             "sglang serve --model-path org/m --served-model-name m --host 10.0.0.1 --port 21000 --tp-size 4 --pp-size 1 \
-          --enable-metrics --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:21001 --api-key ${LLMGW_API_KEY}"
+          --enable-metrics --max-running-requests 8 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:21001 --api-key ${LLMGW_API_KEY}"
         ]
     );
 }

@@ -88,6 +88,18 @@ fn each_engine_gets_what_it_was_recorded_with() {
     }
 }
 
+#[test]
+fn an_engine_loads_and_serves_as_its_profile_says() {
+    let fp8 = |profile: &str| profile.replace("gpu:", "quantization: fp8, slots: 64, gpu:");
+    for (profile, told) in [
+        (VLLM, "--quantization fp8 --max-num-seqs 64"),
+        (SGLANG, "--quantization fp8 --max-running-requests 64"),
+    ] {
+        let args = made(&fp8(profile)).commands[0].args.join(" ");
+        assert!(args.contains(told), "{args}");
+    }
+}
+
 /// What a node with this models_dir is told to load, or why nothing.
 fn loaded(engine: &str, source: &str, models_dir: Option<&str>) -> Result<String, String> {
     let text = format!(
