@@ -1,5 +1,6 @@
 //! The connections of one engine that wait for the next request, and the one retry that a stale one gets.
 
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,6 +8,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response};
 use http_body_util::Full;
+use hyper::body::Incoming;
+use tokio::time::timeout;
 
 use super::connection::{Connection, SendError, UpstreamBody};
 
@@ -14,7 +17,7 @@ use super::connection::{Connection, SendError, UpstreamBody};
 const IDLE_AGE_MAX: Duration = Duration::from_millis(4_000);
 /// What is taken off the idle time that an engine announces in `Keep-Alive: timeout=`.
 const IDLE_AGE_MARGIN: Duration = Duration::from_millis(1_000);
-/// A reused connection that fails later than this had a request at work: that is a fault, not a stale connection.
+/// A reused connection that is still there after this has a request at work: that it fails then is a fault, not a stale connection.
 const STALE_NOTICED_WITHIN: Duration = Duration::from_millis(1_000);
 /// Idle connections kept for one engine. It bounds what is kept, not how many are open at once.
 const IDLE_CONNECTIONS_MAX: usize = 256;
@@ -50,12 +53,9 @@ impl Upstream {
         calls: &mut u32,
     ) -> Result<Response<UpstreamBody>, SendError> {
         if let Some(mut connection) = self.take_idle().await {
-            let sent = Instant::now();
             *calls += 1;
-            match connection.send(request()).await {
-                Ok(response) => return Ok(self.attach(response, connection)),
-                Err(_) if sent.elapsed() < STALE_NOTICED_WITHIN => {}
-                Err(error) => return Err(SendError::Reset(error)),
+            if let Some(response) = send_or_stale(&mut connection, request()).await? {
+                return Ok(self.attach(response, connection));
             }
         }
         self.send_fresh(request, calls).await
@@ -109,7 +109,7 @@ impl Upstream {
 
     fn attach(
         self: &Arc<Self>,
-        response: Response<hyper::body::Incoming>,
+        response: Response<Incoming>,
         connection: Box<Connection>,
     ) -> Response<UpstreamBody> {
         if connection.served == 0 {
@@ -137,6 +137,21 @@ impl Upstream {
     }
 }
 
+/// Sends a request on a reused connection. `None`: it was stale.
+///
+/// The connection is looked at before the clock is. A gateway that was held up for longer than the limit finds the end that waited for it
+/// in the socket, however late it is.
+async fn send_or_stale(
+    connection: &mut Connection,
+    request: Request<Full<Bytes>>,
+) -> Result<Option<Response<Incoming>>, SendError> {
+    let mut sending = pin!(connection.send(request));
+    match timeout(STALE_NOTICED_WITHIN, &mut sending).await {
+        Ok(sent) => Ok(sent.ok()),
+        Err(_) => sending.await.map(Some).map_err(SendError::Reset),
+    }
+}
+
 /// The seconds of `Keep-Alive: timeout=5, max=100`.
 fn announced_keep_alive(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get("keep-alive")?.to_str().ok()?;
@@ -148,7 +163,123 @@ fn announced_keep_alive(headers: &HeaderMap) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use http_body_util::BodyExt;
+
     use super::*;
+
+    /// An engine in a thread, and a connection to it that has served one request and waits for the next.
+    struct Engine {
+        upstream: Arc<Upstream>,
+        /// It has read the second request, and keeps the connection open.
+        has_it: Receiver<()>,
+        /// Ends the connection.
+        end: Sender<()>,
+        /// The connection has ended.
+        ended: Receiver<()>,
+    }
+
+    impl Engine {
+        async fn start() -> Engine {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let port = listener.local_addr().unwrap().port();
+            let (has, has_it) = channel();
+            let (end, is_to_end) = channel();
+            let (is_over, ended) = channel();
+            std::thread::spawn(move || {
+                let (mut first, _) = listener.accept().unwrap();
+                answer(&mut first);
+                read(&mut first);
+                has.send(()).unwrap();
+                is_to_end.recv().unwrap();
+                drop(first);
+                is_over.send(()).unwrap();
+                // Whoever asks again is answered.
+                if let Ok((mut fresh, _)) = listener.accept() {
+                    answer(&mut fresh);
+                }
+            });
+            let upstream = Upstream::new("127.0.0.1", port, Duration::from_secs(60));
+            let first = upstream.send(request, &mut 0).await.unwrap();
+            first.into_body().collect().await.unwrap();
+            Engine {
+                upstream,
+                has_it,
+                end,
+                ended,
+            }
+        }
+    }
+
+    fn request() -> Request<Full<Bytes>> {
+        Request::get("/")
+            .header("host", "engine")
+            .body(Full::default())
+            .unwrap()
+    }
+
+    /// What became of a request, and how many calls it took.
+    async fn send(upstream: Arc<Upstream>) -> (Result<(), SendError>, u32) {
+        let mut calls = 0;
+        let sent = upstream.send(request, &mut calls).await;
+        (sent.map(drop), calls)
+    }
+
+    fn read(stream: &mut TcpStream) {
+        let mut seen = Vec::new();
+        while !seen.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            seen.extend(byte);
+        }
+    }
+
+    fn answer(stream: &mut TcpStream) {
+        read(stream);
+        let answer = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+        stream.write_all(answer.as_bytes()).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_connection_whose_end_is_noticed_late_is_stale_all_the_same() {
+        let engine = Engine::start().await;
+        let mut sending = pin!(send(engine.upstream.clone()));
+        assert!(polled_once(sending.as_mut()).await.is_none());
+        // The whole process is held up from here on: nothing in this runtime runs.
+        engine.has_it.recv().unwrap();
+        engine.end.send(()).unwrap();
+        engine.ended.recv().unwrap();
+        std::thread::sleep(STALE_NOTICED_WITHIN * 3 / 2);
+        let (sent, calls) = sending.await;
+        assert!(sent.is_ok(), "{sent:?}");
+        assert_eq!(calls, 2);
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_ends_while_its_request_is_at_work_is_a_fault() {
+        let engine = Engine::start().await;
+        let sending = tokio::spawn(send(engine.upstream.clone()));
+        while engine.has_it.try_recv().is_err() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        tokio::time::sleep(STALE_NOTICED_WITHIN * 3 / 2).await;
+        engine.end.send(()).unwrap();
+        let (sent, calls) = sending.await.unwrap();
+        assert!(matches!(sent, Err(SendError::Reset(_))), "{sent:?}");
+        assert_eq!(calls, 1);
+    }
+
+    /// Polls once.
+    async fn polled_once<F: Future>(mut future: std::pin::Pin<&mut F>) -> Option<F::Output> {
+        std::future::poll_fn(|context| match future.as_mut().poll(context) {
+            std::task::Poll::Ready(output) => std::task::Poll::Ready(Some(output)),
+            std::task::Poll::Pending => std::task::Poll::Ready(None),
+        })
+        .await
+    }
 
     #[test]
     fn the_announced_keep_alive_is_read_from_its_header() {
