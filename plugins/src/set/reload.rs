@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use serde::Serialize;
@@ -18,6 +19,10 @@ use crate::test::{self, Kernels};
 
 /// Generations that `rollback` can go back to.
 const HISTORY_MAX: usize = 8;
+/// A set that was refused is tried again after this, then after twice as long, and so on.
+const REFUSED_PAUSE_FIRST: Duration = Duration::from_secs(10);
+/// At most so many times twice as long: some three hours.
+const REFUSED_DOUBLINGS_MAX: u32 = 10;
 
 /// Where policies come from.
 #[derive(Clone, Debug, Default)]
@@ -53,12 +58,20 @@ struct Progress {
     last_error: Option<PolicyError>,
     /// Sets that were refused since the process started.
     reload_failures: u64,
-    /// The bundle that was refused: it isn't tried, and complained about, again and again.
-    refused: Option<[u8; 32]>,
+    refused: Option<Refused>,
     generation: u64,
     history: VecDeque<Arc<PolicySet>>,
     /// Reloads are off.
     pinned: bool,
+}
+
+/// The bundle that was refused: it isn't tried again and again. Yet some day it is, since a machine that was busy, or held up, may have taken
+/// away the time that its files and its tests are given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Refused {
+    hash: [u8; 32],
+    attempts: u32,
+    again_at: Instant,
 }
 
 /// For `llmgw ctl policies`.
@@ -182,7 +195,10 @@ impl Policies {
         }
         let generation = {
             let progress = self.progress();
-            if let (Some(error), true) = (&progress.last_error, progress.refused == Some(hash)) {
+            let is_at_rest = |refused: &Refused| refused.is_at_rest(hash, Instant::now());
+            if let Some(error) = &progress.last_error
+                && progress.refused.as_ref().is_some_and(is_at_rest)
+            {
                 return Err(error.clone());
             }
             progress.generation + 1
@@ -324,7 +340,8 @@ impl Policies {
             progress.reload_failures += 1;
             self.changed();
         }
-        progress.refused = hash;
+        let before = progress.refused.take();
+        progress.refused = hash.map(|hash| Refused::again(before, hash, Instant::now()));
         error
     }
 
@@ -346,6 +363,26 @@ impl Policies {
         self.progress
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Refused {
+    /// A bundle that is refused now, and what was refused before it.
+    fn again(before: Option<Refused>, hash: [u8; 32], now: Instant) -> Refused {
+        let attempts = before
+            .filter(|before| before.hash == hash)
+            .map_or(0, |before| before.attempts);
+        let pause = REFUSED_PAUSE_FIRST * (1 << attempts.min(REFUSED_DOUBLINGS_MAX));
+        Refused {
+            hash,
+            attempts: attempts.saturating_add(1),
+            again_at: now + pause,
+        }
+    }
+
+    /// Whether a bundle is this one, and not to be tried again yet.
+    fn is_at_rest(&self, hash: [u8; 32], now: Instant) -> bool {
+        self.hash == hash && now < self.again_at
     }
 }
 
@@ -426,3 +463,6 @@ fn keep(state: Option<&Path>, set: &PolicySet) {
         tracing::warn!(path = %store::path(state).display(), "can't keep the last good policies for the next start: {e}");
     }
 }
+
+#[cfg(test)]
+mod tests;
