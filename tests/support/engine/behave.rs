@@ -94,6 +94,8 @@ pub struct Behave {
     pub hang: bool,
     /// Answer everything but generation.
     pub hang_generate: bool,
+    /// No answer gets more than so many tokens while this is set; those at work wait too, and go on when it is taken out.
+    pub hold_after: Option<u64>,
     /// Close connections idle for so many milliseconds.
     pub close_idle_ms: Option<u64>,
     /// Close when a second request arrives on a connection, before any byte.

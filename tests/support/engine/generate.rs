@@ -193,13 +193,16 @@ impl Generation<'_, '_, '_> {
         if self.behave.die_after == Some(0) {
             return self.die(0).await;
         }
+        let engine = self.engine;
         let mut due = Instant::now();
+        self.silent(engine.let_go(0)).await?;
         self.begin().await?;
         for index in 0..self.reply.tokens {
             if index > 0 && self.token_ms() > 0 {
                 due += Duration::from_millis(self.token_ms());
                 self.silent(tokio::time::sleep_until(due)).await?;
             }
+            self.silent(engine.let_go(index)).await?;
             for burst in self.reply.token(index) {
                 self.send(&burst).await?;
             }
@@ -258,12 +261,14 @@ impl Generation<'_, '_, '_> {
     }
 
     async fn whole(&mut self) -> Result<End, Gone> {
+        let engine = self.engine;
         let die_after = self.behave.die_after;
         let tokens = die_after.unwrap_or(u64::MAX).min(self.reply.tokens);
         for index in 0..tokens {
             if index > 0 {
                 self.silence(self.token_ms()).await?;
             }
+            self.silent(engine.let_go(index)).await?;
             self.ticket.token();
         }
         if let Some(after) = die_after {

@@ -61,6 +61,8 @@ pub struct Engine {
     pub listening: watch::Sender<bool>,
     /// Everything ends, as if the process were gone.
     pub stopped: watch::Sender<bool>,
+    /// The most tokens of an answer for now.
+    held_after: watch::Sender<Option<u64>>,
     runtime: Handle,
 }
 
@@ -95,6 +97,7 @@ impl Engine {
             accepting: watch::Sender::new(true),
             listening: watch::Sender::new(false),
             stopped: watch::Sender::new(false),
+            held_after: watch::Sender::new(None),
             state: State::new(),
             started: Instant::now(),
             replies: AtomicU64::new(0),
@@ -252,6 +255,15 @@ impl Engine {
         self.prompt_tokens.fetch_add(tokens, Ordering::Relaxed);
     }
 
+    /// Returns when an answer that has so many tokens may get another one.
+    pub async fn let_go(&self, tokens: u64) {
+        let mut held_after = self.held_after.subscribe();
+        // The engine outlives its answers.
+        let _ = held_after
+            .wait_for(|limit| limit.is_none_or(|limit| tokens < limit))
+            .await;
+    }
+
     /// Somebody got a result.
     pub fn result(&self) {
         if self.options.kind == Kind::Llamacpp {
@@ -332,6 +344,7 @@ impl Engine {
             *frozen = self.live_page(behave);
         }
         drop(frozen);
+        self.held_after.send_replace(behave.hold_after);
         let accept = behave.accept.unwrap_or(true);
         self.accepting.send_replace(accept);
         if let (false, Some(again_ms)) = (accept, behave.accept_again_ms) {

@@ -9,7 +9,10 @@ use client::{Client, chat, get, post};
 use fake_engine::{Kind, Options, Running, start};
 
 const CHAT: &str = "/v1/chat/completions";
+/// Only a test that fails waits for it.
 const SOON: Duration = Duration::from_secs(60);
+/// How long a departure may take to be noticed: short of what an engine would go on for.
+const LEFT_MAX: Duration = Duration::from_secs(10);
 
 fn engine(kind: Kind) -> Running {
     start(Options::new(kind)).unwrap()
@@ -270,11 +273,11 @@ fn silence_comes_where_it_was_asked_for() {
     ] {
         let engine = engine(kind);
         let mut client = Client::new(engine.addr());
-        client.post(CHAT, &chat(true), r#"{"prefill_ms":400,"tokens":1}"#);
+        client.post(CHAT, &chat(true), r#"{"prefill_ms":4000,"tokens":1}"#);
         assert_eq!(client.is_silent(quiet), !headers_early, "{kind:?}");
         assert_eq!(client.answer().unwrap().data().last().unwrap(), "[DONE]");
         let mut client = Client::new(engine.addr());
-        client.post(CHAT, &chat(true), r#"{"first_ms":400,"tokens":1}"#);
+        client.post(CHAT, &chat(true), r#"{"first_ms":4000,"tokens":1}"#);
         assert!(client.is_silent(quiet), "{kind:?}");
         let mut client = Client::new(engine.addr());
         client.post(
@@ -287,6 +290,30 @@ fn silence_comes_where_it_was_asked_for() {
             seen.starts_with("HTTP/1.1 200") && !seen.contains("data:"),
             "{seen}"
         );
+    }
+}
+
+#[test]
+fn a_held_engine_adds_no_token_until_it_is_let_go() {
+    let quiet = Duration::from_millis(150);
+    for stream in [true, false] {
+        let engine = engine(Kind::Sglang);
+        engine.behave(r#"{"hold_after":0}"#);
+        let mut client = Client::new(engine.addr());
+        client.post(CHAT, &chat(stream), r#"{"tokens":4}"#);
+        engine.wait(SOON, |state| state.open == 1).unwrap();
+        assert!(client.is_silent(quiet), "not a byte of it");
+        engine.behave(r#"{"hold_after":2}"#);
+        engine.wait(SOON, |state| state.tokens == 2).unwrap();
+        if stream {
+            client.read_until("t1");
+        }
+        assert!(client.is_silent(quiet));
+        assert_eq!(engine.state().tokens, 2);
+        engine.behave(r#"{"hold_after":null}"#);
+        assert!(client.answer().is_some());
+        let state = engine.wait(SOON, |state| state.open == 0).unwrap();
+        assert_eq!((state.tokens, state.completed), (4, 1));
     }
 }
 
@@ -320,7 +347,7 @@ fn a_client_that_leaves_is_noticed_in_every_phase_on_every_endpoint() {
             engine.wait(SOON, |state| state.open == 1).unwrap();
             drop(client);
             expected += 1;
-            let state = engine.wait(Duration::from_secs(1), |state| state.open == 0);
+            let state = engine.wait(LEFT_MAX, |state| state.open == 0);
             let state = state.unwrap_or_else(|state| panic!("{path} {stream} {fake}: {state:?}"));
             assert_eq!(
                 (state.cancelled, state.left),
@@ -365,9 +392,7 @@ fn llamacpp_goes_on_for_a_client_that_left_while_it_is_busy() {
     alone.post(CHAT, &chat(false), r#"{"first_ms":60000}"#);
     engine.wait(SOON, |state| state.open == 1).unwrap();
     drop(alone);
-    engine
-        .wait(Duration::from_millis(2500), |state| state.cancelled == 2)
-        .unwrap();
+    engine.wait(LEFT_MAX, |state| state.cancelled == 2).unwrap();
 }
 
 #[test]
@@ -507,11 +532,11 @@ fn loading_looks_as_the_kind_looks() {
         })
         .unwrap()
     };
-    // Long enough that a busy machine sees each phase.
+    // Long enough that a machine that stalls sees each phase.
     let (vllm, sglang, llamacpp) = (
-        loading(Kind::Vllm, 1000),
-        loading(Kind::Sglang, 4000),
-        loading(Kind::Llamacpp, 1000),
+        loading(Kind::Vllm, 8_000),
+        loading(Kind::Sglang, 20_000),
+        loading(Kind::Llamacpp, 8_000),
     );
     assert!(TcpStream::connect(vllm.addr()).is_err() && TcpStream::connect(sglang.addr()).is_err());
     assert_eq!(get(llamacpp.addr(), "/v1/models").unwrap().status, 503);
