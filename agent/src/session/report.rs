@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use llmgw_proto::inventory::gpu::DriverState;
 use llmgw_proto::inventory::{Inventory, Reading};
 use llmgw_proto::session::{
     AgentMessage, GpuBeat, Heartbeat, Register, SHARDS_MAX, ShardReport, Told as ToldInventory,
@@ -113,6 +114,13 @@ impl Told {
 fn without_numbers(inventory: &Inventory) -> Inventory {
     let mut inventory = inventory.clone();
     let unread = || Reading::unknown("");
+    // A driver that does not answer: that it is silent is news, for how long is not. Messages may count seconds.
+    if inventory.gpus.driver != DriverState::Answering {
+        inventory.gpus = inventory.gpus.aged(0);
+    }
+    for failure in &mut inventory.gpus.passed_over {
+        failure.message.clear();
+    }
     inventory.host.memory.available_bytes = unread();
     for gpu in &mut inventory.gpus.devices {
         gpu.health.clear();

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
 use llmgw_proto::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
-use llmgw_proto::inventory::gpu::{HealthCode, HealthFlag};
+use llmgw_proto::inventory::gpu::{
+    Backend, DriverState, HealthCode, HealthFlag, SourceCause, SourceFailure,
+};
 use llmgw_proto::inventory::{Inventory, Reading};
 use llmgw_proto::link::{self, Heard, Hearing, Host, KeepAlive};
 use llmgw_proto::session::{
@@ -542,6 +544,35 @@ async fn heartbeats_tell_health_and_use_and_the_whole_inventory_only_when_it_cha
     assert_eq!(beat.gpus.len(), 1);
     let beat = held.heartbeat().await;
     assert!(beat.inventory.is_none(), "once");
+}
+
+#[tokio::test]
+async fn that_a_driver_is_silent_is_told_once_and_not_at_each_look_for_how_long() {
+    let mut server = Server::start(QUIET).await;
+    let (node, _asked) = Node::new();
+    let _running = Running::start(session(server.address, &node, QUIET));
+    let (mut held, _) = server.welcomed(20).await;
+    assert!(held.heartbeat().await.inventory.is_none());
+    let known = node.latest();
+    let after = |seconds: u64| {
+        let mut inventory = Inventory::clone(&known);
+        inventory.gpus = inventory.gpus.aged(seconds * 1_000);
+        inventory.gpus.driver = DriverState::Unresponsive;
+        inventory.gpus.passed_over = vec![SourceFailure {
+            source: Backend::Nvml,
+            cause: SourceCause::Unresponsive,
+            message: format!("the last probe has not ended for {seconds} s"),
+            help: None,
+        }];
+        *node.inventory.lock().unwrap() = Arc::new(inventory);
+    };
+    after(40);
+    while held.heartbeat().await.inventory.is_none() {}
+    after(45);
+    // The first may have been made before.
+    for _ in 0..3 {
+        assert!(held.heartbeat().await.inventory.is_none());
+    }
 }
 
 #[tokio::test]
