@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use llmgw_proto::shard::ShardStatus;
 use tokio::sync::watch;
 
-/// Statuses of shards that are over; the oldest go.
+/// Statuses of shards that are over, once every reader has them; the oldest go.
 pub const OVER_MAX: usize = 64;
+/// The same, read or not.
+pub const UNREAD_OVER_MAX: usize = 1_024;
 
 /// Shared between the shards' tasks, which write, and the session, which reads.
 #[derive(Clone, Default)]
@@ -22,13 +24,16 @@ struct Entries {
     version: u64,
     /// By shard and spec: a refused second spec must not hide the state of the first.
     latest: BTreeMap<(String, String), (u64, ShardStatus)>,
+    /// Up to where each reader has read.
+    readers: BTreeMap<u64, u64>,
+    next_reader: u64,
 }
 
 /// What changed since the last call, for one reader.
 pub struct StatusChanges {
     board: Board,
     version: watch::Receiver<u64>,
-    seen: u64,
+    reader: u64,
 }
 
 impl Board {
@@ -51,10 +56,16 @@ impl Board {
 
     /// Changes from now on.
     pub fn changes(&self) -> StatusChanges {
+        let version = self.version.subscribe();
+        let mut entries = self.lock();
+        let reader = entries.next_reader;
+        entries.next_reader += 1;
+        let now = entries.version;
+        entries.readers.insert(reader, now);
         StatusChanges {
             board: self.clone(),
-            version: self.version.subscribe(),
-            seen: self.lock().version,
+            version,
+            reader,
         }
     }
 
@@ -64,7 +75,9 @@ impl Board {
 }
 
 impl Entries {
+    /// Forgets the oldest of what is over. What a reader has not seen is kept for it: nobody would tell it again.
     fn prune(&mut self) {
+        let read = self.readers.values().min().copied().unwrap_or(u64::MAX);
         let mut over: Vec<(u64, (String, String))> = self
             .latest
             .iter()
@@ -73,8 +86,11 @@ impl Entries {
             .collect();
         over.sort();
         let surplus = over.len().saturating_sub(OVER_MAX);
-        for (_, key) in over.drain(..surplus) {
-            self.latest.remove(&key);
+        let must_go = over.len().saturating_sub(UNREAD_OVER_MAX);
+        for (at, (version, key)) in over.drain(..surplus).enumerate() {
+            if at < must_go || version <= read {
+                self.latest.remove(&key);
+            }
         }
     }
 }
@@ -94,19 +110,25 @@ impl StatusChanges {
     }
 
     fn now(&mut self) -> Vec<ShardStatus> {
-        let entries = self.board.lock();
+        let mut entries = self.board.lock();
+        let now = entries.version;
+        let seen = entries.readers.insert(self.reader, now).unwrap_or(now);
         let mut changed: Vec<&(u64, ShardStatus)> = entries
             .latest
             .values()
-            .filter(|(version, _)| *version > self.seen)
+            .filter(|(version, _)| *version > seen)
             .collect();
         changed.sort_by_key(|(version, _)| *version);
-        let changed = changed
+        changed
             .into_iter()
             .map(|(_, status)| status.clone())
-            .collect();
-        self.seen = entries.version;
-        changed
+            .collect()
+    }
+}
+
+impl Drop for StatusChanges {
+    fn drop(&mut self) {
+        self.board.lock().readers.remove(&self.reader);
     }
 }
 
@@ -154,6 +176,22 @@ mod tests {
             board.get("a", "1"),
             Some(status("a", "1", ShardState::Ready))
         );
+    }
+
+    #[tokio::test]
+    async fn what_is_over_is_kept_for_a_reader_that_has_not_seen_it_up_to_a_limit() {
+        let board = Board::default();
+        let mut slow = board.changes();
+        drop(board.changes());
+        let over =
+            |number: usize| board.put(status(&format!("{number}"), "1", ShardState::Stopped));
+        (0..OVER_MAX + 9).for_each(over);
+        assert_eq!(slow.next().await.len(), OVER_MAX + 9);
+        over(OVER_MAX + 9);
+        assert_eq!(board.get("9", "1"), None, "it was read");
+        assert_eq!(slow.next().await.len(), 1);
+        (0..UNREAD_OVER_MAX + 9).for_each(over);
+        assert_eq!(slow.next().await.len(), UNREAD_OVER_MAX);
     }
 
     #[test]
