@@ -359,14 +359,17 @@ impl Supervisor {
             .await
             .is_err()
         {
+            // A start may hang in a write of its record. The next agent must not read it before: the process's end gives the lock back.
             tracing::warn!("some shards' tasks did not end in time");
+            std::mem::forget(self.take_lock());
+            return;
         }
-        let lock = self
-            .lock
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        drop(lock);
+        drop(self.take_lock());
+    }
+
+    fn take_lock(&self) -> Option<takeover::StateLock> {
+        let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        lock.take()
     }
 
     fn ask(&self, shard: &str, asked: Asked) -> bool {

@@ -1,11 +1,12 @@
 //! The end of a shard: asked for, forced, resisted; and what it held is given back.
 
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llmgw_agent::supervisor::cgroup;
 use llmgw_agent::supervisor::gpu::{GpuFact, GpuFacts};
+use llmgw_agent::supervisor::{StartInstant, Supervisor, SupervisorError, cgroup};
 use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -226,6 +227,30 @@ async fn a_shutdown_leaves_engines_running_in_less_than_two_seconds_or_stops_the
 }
 
 #[tokio::test]
+async fn a_start_that_hangs_keeps_the_next_agent_out_until_the_process_ends() {
+    static GOES_ON: AtomicBool = AtomicBool::new(false);
+    static HANGS: AtomicBool = AtomicBool::new(false);
+    let mut node = Node::with(|options| {
+        options.at = Some(|instant| {
+            HANGS.fetch_or(instant == StartInstant::Forked, Ordering::Relaxed);
+            while instant == StartInstant::Forked && !GOES_ON.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+    })
+    .await;
+    node.supervisor.start_shard(engine(SHARD, &[]));
+    node.until_state(SHARD, ShardState::Starting).await;
+    eventually("the start hangs", || HANGS.load(Ordering::Relaxed)).await;
+    node.supervisor.shutdown(false).await;
+    let next = Supervisor::start(node.options.clone()).await;
+    assert!(matches!(next, Err(SupervisorError::Locked { .. })));
+    GOES_ON.store(true, Ordering::Relaxed);
+    // What is being started when a test ends would be left behind.
+    eventually("it runs", || node.processes(SHARD).len() == 1).await;
+}
+
+#[tokio::test]
 async fn a_control_group_kills_what_left_session_parent_and_environment_behind() {
     let Some(root) = cgroup::delegated(PROC.as_ref()) else {
         let reason = "no control group of version 2 is delegated to this process";
@@ -250,6 +275,8 @@ async fn a_control_group_kills_what_left_session_parent_and_environment_behind()
         procs.lines().count()
     };
     eventually("four processes", || inside() == 4).await;
+    // Also those of which only the group tells whose they are.
+    assert_eq!(node.supervisor.processes().unwrap().own.len(), 4);
     signal(node.pid(SHARD), Signal::SIGKILL);
     node.until(SHARD, |status| status.state == ShardState::Failed)
         .await;
