@@ -1,7 +1,8 @@
 //! What the agent keeps on disk of each shard: its spec, what was asked of it and which processes it has. Written whole,
 //! atomically and synced, readable by the agent's user only, since it holds the engine's key.
 //!
-//! `STATE/shards/NAME/shard.json`, with the engine's output beside it. A file that cannot be read is set aside, never fatal.
+//! `STATE/shards/NAME/shard.json`, with the engine's output beside it. What was read and is no record is set aside;
+//! a record that can't be read now is not, since its engine would be killed as a stray: the agent does not start.
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File};
@@ -161,6 +162,9 @@ impl SpecStore {
     }
 
     /// Reads all records. What is no record is moved to `STATE/set-aside` and told.
+    ///
+    /// # Errors
+    /// One can't be read now, which says nothing about what it holds.
     pub fn load(&self) -> io::Result<Found> {
         let mut found = Found::default();
         for entry in fs::read_dir(&self.root)? {
@@ -185,9 +189,10 @@ impl SpecStore {
                         .set_aside
                         .push(self.set_aside(&directory, file, cause));
                 }
-                Err(cause) => found
+                Err(Unread::NoRecord(cause)) => found
                     .set_aside
                     .push(self.set_aside(&directory, file, cause)),
+                Err(Unread::NotNow(error)) => return Err(not_now(&file, &error)),
             }
         }
         found
@@ -307,24 +312,64 @@ pub fn shard_of(name: &str) -> String {
     String::from_utf8_lossy(&shard).into_owned()
 }
 
-fn read(file: &Path) -> Result<Record, String> {
-    let bytes = regular::read(file, RECORD_MAX_BYTES + 1).map_err(|error| error.to_string())?;
+/// Why there is no record.
+enum Unread {
+    /// What is there makes no sense.
+    NoRecord(String),
+    /// The disk or its permissions do not let it be seen.
+    NotNow(io::Error),
+}
+
+fn read(file: &Path) -> Result<Record, Unread> {
+    let bytes =
+        regular::read(file, RECORD_MAX_BYTES + 1).map_err(|error| {
+            match is_about_what_it_is(&error) {
+                true => Unread::NoRecord(error.to_string()),
+                false => Unread::NotNow(error),
+            }
+        })?;
     if bytes.len() as u64 > RECORD_MAX_BYTES {
-        return Err(format!("it is larger than {RECORD_MAX_BYTES} bytes"));
+        let text = format!("it is larger than {RECORD_MAX_BYTES} bytes");
+        return Err(Unread::NoRecord(text));
     }
+    parse(&bytes).map_err(Unread::NoRecord)
+}
+
+/// No file, another kind of one, or a link that leads to none.
+fn is_about_what_it_is(error: &io::Error) -> bool {
+    const CODES: [i32; 5] = [
+        libc::ENOENT,
+        libc::ENOTDIR,
+        libc::EISDIR,
+        libc::ELOOP,
+        libc::ENXIO,
+    ];
+    let code = error.raw_os_error();
+    code.is_none_or(|code| CODES.contains(&code))
+}
+
+fn not_now(file: &Path, error: &io::Error) -> io::Error {
+    let file = file.display();
+    let text = format!(
+        "`{file}`: {error}; its engine runs on: see to it that this user can read the file, or stop the engine and move the directory away"
+    );
+    io::Error::new(error.kind(), text)
+}
+
+fn parse(bytes: &[u8]) -> Result<Record, String> {
     #[derive(Deserialize)]
     struct Version {
         version: u32,
     }
     // The version first: a newer file may well have fields that this agent does not know.
-    let version: Version = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
+    let version: Version = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if version.version != VERSION {
         return Err(format!(
             "it has version {}, this agent reads {VERSION}",
             version.version
         ));
     }
-    serde_json::from_slice(&bytes).map_err(|error| error.to_string())
+    serde_json::from_slice(bytes).map_err(|error| error.to_string())
 }
 
 fn make_directory(directory: &Path) -> io::Result<()> {

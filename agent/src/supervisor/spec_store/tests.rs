@@ -121,6 +121,28 @@ fn what_is_no_directory_is_set_aside_too_and_the_oldest_of_it_deleted() {
 }
 
 #[test]
+fn a_record_that_cannot_be_read_now_stays_where_it_is_and_is_named() {
+    let state = state_dir("unread");
+    let store = SpecStore::open(&state).unwrap();
+    store.save(&record("m/0/0")).unwrap();
+    let file = state.join("shards/m%2f0%2f0/shard.json");
+    fs::remove_file(&file).unwrap();
+    // Where nothing is mapped the kernel answers as a disk does that fails.
+    std::os::unix::fs::symlink("/proc/self/mem", &file).unwrap();
+    let error = store.load().unwrap_err().to_string();
+    let expected = format!("`{}`: Input/output error (os error 5); ", file.display());
+    assert!(error.starts_with(&expected), "{error}");
+    assert!(fs::symlink_metadata(&file).is_ok());
+    assert!(!state.join("set-aside").exists());
+    // A link that leads nowhere is no record.
+    fs::remove_file(&file).unwrap();
+    std::os::unix::fs::symlink("/nowhere", &file).unwrap();
+    let found = store.load().unwrap();
+    assert_eq!(found.set_aside[0].file, file);
+    fs::remove_dir_all(state).unwrap();
+}
+
+#[test]
 fn a_record_that_is_larger_than_any_can_be_says_so() {
     let state = state_dir("large");
     let store = SpecStore::open(&state).unwrap();
