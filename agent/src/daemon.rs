@@ -7,6 +7,7 @@ mod host;
 mod local;
 mod node;
 mod plaintext;
+mod stop;
 mod tasks;
 
 use std::fmt;
@@ -21,13 +22,13 @@ use llmgw_proto::document::ConfigErrors;
 use llmgw_proto::identity::Moment;
 use llmgw_proto::link::KeepAlive;
 use llmgw_proto::session::{NODE_ID_MAX_BYTES, PortRange, is_node_id};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use self::drain::DrainFile;
 use self::host::Shards;
 pub use self::local::{LocalAgent, run_local};
 use self::node::Node;
+use self::stop::{Signals, Stop};
 use self::tasks::Tasks;
 use crate::config::{self, AgentConfig, AgentTls};
 use crate::enrolment::{Enrolling, Keeper, Manners, NotEnrolled, TokenArgument, in_state};
@@ -125,8 +126,8 @@ pub(crate) fn main(arguments: DaemonArgs) -> ExitCode {
             .build()
             .map_err(|error| DaemonError::Start("threads", error))?;
         let ran = runtime.block_on(async {
-            let signals =
-                Signals::install().map_err(|error| DaemonError::Start("signals", error))?;
+            let signals = Signals::install(stop::ignores_hangup())
+                .map_err(|error| DaemonError::Start("signals", error))?;
             run(setup, Stop::Signals(signals)).await
         });
         runtime.shutdown_timeout(EXIT_WAIT_MAX);
@@ -394,56 +395,6 @@ fn models_dir(config: &AgentConfig) -> Result<Option<String>, DaemonError> {
 fn host_name() -> std::io::Result<String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
     Ok(name.trim().to_owned())
-}
-
-/// Who stops an agent.
-enum Stop {
-    /// Of a process of its own: the operator, who may ask twice.
-    Signals(Signals),
-    /// Of `llmgw dev`: the server's end, once.
-    Once(Option<CancellationToken>),
-}
-
-impl Stop {
-    async fn asked(&mut self) {
-        match self {
-            Stop::Signals(signals) => signals.stop().await,
-            Stop::Once(Some(token)) => {
-                token.cancelled().await;
-                *self = Stop::Once(None);
-            }
-            Stop::Once(None) => std::future::pending().await,
-        }
-    }
-
-    fn hint(&self) -> &'static str {
-        match self {
-            Stop::Signals(_) => "; a second signal leaves them running",
-            Stop::Once(_) => "",
-        }
-    }
-}
-
-/// SIGTERM and SIGINT stop an agent.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    fn install() -> std::io::Result<Signals> {
-        Ok(Signals {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-        })
-    }
-
-    async fn stop(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
-    }
 }
 
 impl DaemonError {
