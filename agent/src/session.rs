@@ -12,6 +12,7 @@ pub mod credentials;
 pub mod dial;
 mod report;
 mod serve;
+mod silence;
 
 use std::future::Future;
 use std::net::IpAddr;

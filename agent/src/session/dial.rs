@@ -17,6 +17,7 @@ use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 
 use super::credentials::Credentials;
+use super::silence::{LastHeard, Listened};
 use super::{Ended, Session, SessionOptions, ShardChanges};
 
 /// Messages that wait for the connection to take them.
@@ -44,6 +45,7 @@ pub(super) struct Opened {
     pub(super) outgoing: mpsc::Sender<Framed<AgentMessage>>,
     /// Holds the connection open.
     pub(super) dialled: Dialled,
+    pub(super) last_heard: LastHeard,
     /// From before the registration on, so that nothing falls between the two.
     pub(super) changes: Box<dyn ShardChanges>,
     /// What was registered.
@@ -69,6 +71,7 @@ pub(super) async fn open(session: &Session) -> Result<Opened, Ended> {
     let own = socket
         .local_addr()
         .map_err(|error| broken("connecting", &error))?;
+    let (socket, last_heard) = Listened::new(socket);
     let line = Line::over(socket, options, credentials.as_ref()).await?;
     let changes = session.shards.changes();
     let (register, told) = session.register(options.advertise.unwrap_or(own.ip().to_canonical()));
@@ -86,6 +89,7 @@ pub(super) async fn open(session: &Session) -> Result<Opened, Ended> {
         heard,
         outgoing,
         dialled,
+        last_heard,
         changes,
         told,
         shown: credentials.map(|credentials| credentials.identity.certificate.fingerprint),
@@ -110,13 +114,13 @@ async fn credentials(session: &Session) -> Result<Option<Credentials>, Ended> {
 
 /// A socket on which a session can be opened.
 enum Line {
-    Plain(Noted<TcpStream>, FirstAnswer),
-    Tls(Box<TlsStream<TcpStream>>),
+    Plain(Noted<Listened<TcpStream>>, FirstAnswer),
+    Tls(Box<TlsStream<Listened<TcpStream>>>),
 }
 
 impl Line {
     async fn over(
-        socket: TcpStream,
+        socket: Listened<TcpStream>,
         options: &SessionOptions,
         credentials: Option<&Credentials>,
     ) -> Result<Line, Ended> {

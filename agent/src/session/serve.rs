@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
 use llmgw_proto::identity::Fingerprint;
-use llmgw_proto::link::{Dialled, Heard, Hearing};
+use llmgw_proto::link::{Dialled, Heard, Hearing, KeepAlive};
 use llmgw_proto::session::{
     AgentMessage, Goodbye, LogChunk, ServerMessage, SessionId, ShardReport, StartShard, StopHow,
     StopShard, TailLog,
@@ -22,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::dial::Opened;
 use super::report::Told;
+use super::silence::LastHeard;
 use super::{Ended, GOODBYE_MAX, Session, ShardChanges};
 
 /// Messages that wait for the server to read.
@@ -42,6 +43,7 @@ pub(super) struct Serving<'a> {
     heard: Hearing<ServerMessage>,
     outgoing: mpsc::Sender<Framed<AgentMessage>>,
     dialled: Dialled,
+    last_heard: LastHeard,
     changes: Box<dyn ShardChanges>,
     stops_engines: watch::Receiver<bool>,
     told: Told,
@@ -71,6 +73,7 @@ impl<'a> Serving<'a> {
             mut heard,
             outgoing,
             dialled,
+            last_heard,
             changes,
             told,
             shown,
@@ -103,6 +106,7 @@ impl<'a> Serving<'a> {
             heard,
             outgoing,
             dialled,
+            last_heard,
             changes,
             stops_engines: session.stops_engines.subscribe(),
             told,
@@ -156,8 +160,22 @@ impl<'a> Serving<'a> {
                 Step::Beat => self.beat(),
             };
             if let Some(over) = over {
-                return over;
+                return self.explained(over);
             }
+        }
+    }
+
+    /// A link that is cut without a word ends with what the connection makes of a peer that acknowledges nothing.
+    fn explained(&self, over: Ended) -> Ended {
+        let KeepAlive { interval, timeout } = self.session.options.keep_alive;
+        let silence = self.last_heard.silence();
+        match over {
+            // A server that lives answers each ping long before.
+            Ended::Broken(why) if silence >= interval + timeout / 2 => Ended::Broken(format!(
+                "nothing was heard from the server for {:.1} s ({why})",
+                silence.as_secs_f64()
+            )),
+            over => over,
         }
     }
 

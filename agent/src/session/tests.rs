@@ -774,7 +774,7 @@ async fn pump(
 }
 
 #[tokio::test]
-async fn a_link_that_went_dead_without_a_word_is_found_out() {
+async fn a_link_that_went_dead_without_a_word_is_found_out_and_its_silence_is_said() {
     let keep_alive = KeepAlive {
         interval: Duration::from_millis(100),
         timeout: Duration::from_millis(100),
@@ -782,15 +782,23 @@ async fn a_link_that_went_dead_without_a_word_is_found_out() {
     let mut server = Server::start(QUIET).await;
     let (address, cut) = relay(server.address).await;
     let (node, _asked) = Node::new();
-    let running = Running::start(session(address, &node, keep_alive));
-    let (_held, _) = server.welcomed(60_000).await;
-    let mut connected = running.session.connected();
-    connected.wait_for(|connected| *connected).await.unwrap();
-    cut.cancel();
-    let lost = connected.wait_for(|connected| !*connected);
-    tokio::time::timeout(PATIENCE, lost).await.unwrap().unwrap();
-    running.stop.cancel();
-    running.ends().await;
+    let session = session(address, &node, keep_alive);
+    let (stop, mut welcomed_at) = (CancellationToken::new(), None);
+    let attempt = session.attempt(&stop, &mut welcomed_at);
+    let cutting = async {
+        let (held, _) = server.welcomed(60_000).await;
+        let mut connected = session.connected();
+        connected.wait_for(|connected| *connected).await.unwrap();
+        cut.cancel();
+        held
+    };
+    let both = async { tokio::join!(attempt, cutting) };
+    let (ended, _held) = tokio::time::timeout(PATIENCE, both).await.unwrap();
+    let Ended::Broken(why) = ended else {
+        panic!("{ended:?}");
+    };
+    let said = why.starts_with("nothing was heard from the server for ");
+    assert!(said, "{why}");
 }
 
 #[tokio::test]
