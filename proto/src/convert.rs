@@ -3,6 +3,8 @@
 //! Lists and texts are under their limits when they come in (`wire::shape`); what goes out and may be of any length (output, reasons) is cut
 //! here. A word that a newer peer has and we don't is read as the most cautious one of ours, or the message is skipped.
 
+use std::net::IpAddr;
+
 use prost::Message;
 
 use crate::enrolment::EnrolmentRequest;
@@ -288,7 +290,7 @@ fn register_in(register: wire::Register) -> Result<Register> {
         agent_version: register.agent_version,
         run: register.run,
         machine: register.machine,
-        advertise: named(register.advertise, "advertise")?,
+        advertise: address(register.advertise, "advertise")?,
         ports: ports_in(register.ports.ok_or_else(|| missing("ports"))?)
             .map_err(within("ports"))?,
         engines: register.engines,
@@ -366,6 +368,15 @@ fn named(text: String, field: &str) -> Result<String> {
     match text.is_empty() {
         true => Err(missing(field)),
         false => Ok(text),
+    }
+}
+
+/// As it was written: a spec's hash is over it.
+fn address(text: String, field: &str) -> Result<String> {
+    let text = named(text, field)?;
+    match text.parse::<IpAddr>() {
+        Ok(_) => Ok(text),
+        Err(_) => Err(WireError::at(field, WireProblem::NoAddress(text))),
     }
 }
 

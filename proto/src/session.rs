@@ -47,7 +47,7 @@ pub struct Register {
     pub run: String,
     /// Differs for every boot of a machine; empty: not known.
     pub machine: String,
-    /// Where the gateway reaches its engines: an address without a port.
+    /// Where the gateway reaches its engines: an IP address without a port.
     pub advertise: String,
     /// What engines may listen on.
     pub ports: PortRange,

@@ -238,6 +238,7 @@ impl Controller {
         let mut replicas = Replica::all(&view.observed, &state.memory);
         replicas
             .retain(|replica| replica.is_ready() && state.memory.leaving(&replica.key).is_none());
+        replicas.retain(|replica| !replica.is_elsewhere);
         // An engine of a lost node may serve on, which the gateway finds out by itself. It is asked until others are ready in its stead.
         replicas.sort_by_key(|replica| replica.node_state == NodeState::Lost);
         for replica in &replicas {

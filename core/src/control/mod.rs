@@ -10,6 +10,7 @@
 //! - [`ports`]: which of a node's ports nothing has.
 //! - [`world`]: what agents said as a snapshot. [`launch`]: a decision as a shard, through its engine's plugin.
 //! - [`controller`]: the task that looks at the fleet, decides by the parts above, and sends commands.
+//! - [`reach`]: at which addresses a node may say that it is reached.
 //! - [`explain`]: a decision for people: why does it not run, and what would make it.
 
 pub mod controller;
@@ -20,6 +21,7 @@ pub mod memory;
 pub mod observed;
 pub mod placement;
 pub mod ports;
+pub mod reach;
 pub mod reconcile;
 pub mod replicas;
 pub mod sessions;

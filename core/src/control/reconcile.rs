@@ -2,7 +2,8 @@
 //!
 //! No I/O, no clock, no chance. The rules, in the order of the code:
 //! 1. While the server recovers, nothing happens: agents still hold the truth.
-//! 2. What failed is cleared at its agent; who leaves is stopped once its requests are done, or its time is up.
+//! 2. What failed is cleared at its agent; who leaves is stopped once its requests are done, or its time is up. One that is said to be where
+//!    nobody may be sent is stopped at once.
 //! 3. A model that the catalog no longer has leaves, by an operator's order where there is one to drain its node.
 //! 4. A replica that is outdated, or on a node that drains, leaves once another one is ready in its stead: one a model at a time, and
 //!    never the last ready one for a replacement that has no place.
@@ -101,6 +102,8 @@ pub enum Why {
     Operator,
     /// Its agent says that it drains; nobody here remembers why.
     Reported,
+    /// It is at an address that its node has no say over.
+    Elsewhere,
 }
 
 /// Says what to do now. Saying the same twice does no harm: the caller sends a command once a session.
@@ -122,6 +125,7 @@ pub fn reconcile(
         }
         match memory.leaving(&replica.key).is_some() || replica.drains() {
             true => actions.extend(progress(&replica, memory, traffic, observed.now_ms)),
+            false if replica.is_elsewhere => actions.push(stops(&replica, Why::Elsewhere)),
             false => staying
                 .entry(replica.model().to_owned())
                 .or_default()
@@ -370,6 +374,7 @@ impl fmt::Display for Why {
             Why::NodeDrains => "its node is taken out of use",
             Why::Operator => "an operator stopped it",
             Why::Reported => "its agent says that it drains",
+            Why::Elsewhere => "it is said to be at an address that is not for its node to give",
         })
     }
 }

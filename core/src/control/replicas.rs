@@ -8,6 +8,7 @@ use llmgw_proto::shard::{ShardSpec, ShardState};
 
 use super::memory::Memory;
 use super::observed::{Observed, ObservedNode};
+use super::reach;
 use super::snapshot::NodeState;
 
 /// One shard on one node. The same shard id can be on two nodes: one that was lost comes back with what was placed again meanwhile.
@@ -30,6 +31,8 @@ pub struct Replica {
     pub node_drains: bool,
     /// No report has confirmed it yet.
     pub is_only_sent: bool,
+    /// It is said to be at an address that its node has no say over: nothing is sent there.
+    pub is_elsewhere: bool,
 }
 
 impl Replica {
@@ -86,6 +89,7 @@ impl Replica {
             session: node.session,
             node_drains: memory.drains(id, node.draining),
             is_only_sent: false,
+            is_elsewhere: !reach::may_serve_at(&spec.host, &node.advertise),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Result, cut, missing, named, sentence, within, words};
+use super::{Result, address, cut, missing, named, sentence, within, words};
 use crate::session::ShardReport;
 use crate::shard::{
     ApiKey, LogLine, Readiness, ShardCommand, ShardSpec, ShardState, ShardStatus, WaitFor,
@@ -152,7 +152,7 @@ pub(super) fn spec_in(spec: wire::ShardSpec) -> Result<ShardSpec> {
         gpus: spec.gpus,
         cpus: spec.cpus,
         memory_bytes: spec.memory_bytes,
-        host: named(spec.host, "host")?,
+        host: address(spec.host, "host")?,
         serves_http: spec.serves_http,
         readiness: Readiness {
             health: readiness.health,

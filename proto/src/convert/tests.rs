@@ -68,6 +68,17 @@ impl Draws {
         text
     }
 
+    fn address(&mut self) -> String {
+        self.of(&[
+            "10.0.0.1",
+            "127.0.0.1",
+            "fd00::1",
+            "::ffff:10.0.0.1",
+            "0::1",
+        ])
+        .to_owned()
+    }
+
     fn number(&mut self) -> u64 {
         let bits = self.below(65) as u32;
         self.next().checked_shr(bits).unwrap_or(0)
@@ -102,7 +113,7 @@ impl Draws {
             cpus: self.maybe(|draws| draws.number() as u32),
             memory_bytes: self.maybe(Draws::number),
             ports: self.list(4, Draws::port),
-            host: self.text(),
+            host: self.address(),
             serves_http: self.bool(),
             readiness: Readiness {
                 health: self.text(),
@@ -188,7 +199,7 @@ impl Draws {
                 agent_version: self.text(),
                 run: self.text(),
                 machine: self.text(),
-                advertise: self.text(),
+                advertise: self.address(),
                 ports: PortRange {
                     first,
                     last: first.max(self.port()),
@@ -380,9 +391,21 @@ fn bytes_that_are_flipped_crash_nobody() {
 
 #[test]
 fn what_is_missing_or_out_of_range_is_named_by_its_path() {
-    let table: [(Change, &str); 9] = [
+    let table: [(Change, &str); 12] = [
         (|r| r.node.clear(), "`register.node` is missing"),
         (|r| r.advertise.clear(), "`register.advertise` is missing"),
+        (
+            |r| r.advertise = "n1.example".to_owned(),
+            "`register.advertise` is \"n1.example\", which is no IP address",
+        ),
+        (
+            |r| r.shards[1].spec.as_mut().unwrap().host = "localhost".to_owned(),
+            "`register.shards[1].spec.host` is \"localhost\", which is no IP address",
+        ),
+        (
+            |r| r.shards[0].spec.as_mut().unwrap().host = "fe80::1%eth0".to_owned(),
+            "`register.shards[0].spec.host` is \"fe80::1%eth0\", which is no IP address",
+        ),
         (|r| r.ports = None, "`register.ports` is missing"),
         (
             |r| r.ports.as_mut().unwrap().last = 65_536,

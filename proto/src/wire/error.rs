@@ -25,6 +25,8 @@ pub enum WireProblem {
     UnknownWord(i32),
     /// A message of a kind that this version does not know.
     UnknownKind,
+    /// A text where an IP address has to be: a name would lead wherever whoever owns it says, anew at each connect.
+    NoAddress(String),
     Garbled(String),
 }
 
@@ -73,6 +75,7 @@ impl fmt::Display for WireError {
                 write!(f, "is {value}, which this version does not know")
             }
             WireProblem::UnknownKind => f.write_str("is of a kind that this version does not know"),
+            WireProblem::NoAddress(text) => write!(f, "is {text:?}, which is no IP address"),
             WireProblem::Garbled(how) => write!(f, "is garbled: {how}"),
         }
     }

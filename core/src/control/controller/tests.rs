@@ -61,6 +61,21 @@ fn a_catalog_entry_becomes_a_ready_endpoint() {
 }
 
 #[test]
+fn an_engine_that_is_said_to_be_on_the_servers_machine_gets_no_requests_and_is_replaced() {
+    for host in ["127.0.0.1", "::1", "169.254.169.254", "admin.example"] {
+        let mut fleet = one();
+        fleet.is_said_to_be_at("m/0", host);
+        assert!(fleet.pool().is_empty(), "{host}");
+        let log = fleet.log();
+        assert_eq!(log[..2], ["pool of 0", "a: Stop m/0/0"], "{host}");
+        assert!(log[2].contains(": start m/"), "{host}: {log:?}");
+    }
+    let mut fleet = one();
+    fleet.is_said_to_be_at("m/0", "10.0.0.9");
+    assert_eq!(fleet.pool(), ["10.0.0.9:21000"], "it had another address");
+}
+
+#[test]
 fn before_the_recovery_is_over_nothing_is_placed_and_requests_are_told_to_wait() {
     let mut fleet = one();
     fleet.restart_server();

@@ -241,6 +241,7 @@ impl Session {
         match self.claim(first) {
             Ok(register) => {
                 let certificate = gate.may_be(&self.peer, &register.node)?;
+                gate.may_be_at(&self.peer, &register)?;
                 Ok((register, certificate))
             }
             // What a stranger's words lack is not for a stranger to know.

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use llmgw_proto::identity::listening::{Accepted, AgentsTls, Showing};
@@ -13,7 +13,7 @@ use llmgw_proto::identity::opening::{self, Opening};
 use llmgw_proto::identity::problem::{IdentityProblem, shown};
 use llmgw_proto::identity::verdict::Shown;
 use llmgw_proto::identity::{Certificate, Fingerprint, Serial};
-use llmgw_proto::session::{Refusal, RefusalCode};
+use llmgw_proto::session::{Refusal, RefusalCode, Register};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -21,6 +21,7 @@ use tokio::time::Instant;
 
 use super::complaints::{Complaints, Unsaid};
 use crate::control::observed::NodeCertificate;
+use crate::control::reach;
 
 /// Questions for a certificate that are worked on at once. Anybody can ask, and each takes a thread.
 const ENROLLING_MAX: usize = 8;
@@ -59,6 +60,8 @@ pub(super) struct Gate {
 #[derive(Clone, Debug)]
 pub struct Peer {
     pub address: SocketAddr,
+    /// The address of this machine that it reached.
+    pub(super) own: IpAddr,
     pub(super) showing: Arc<Showing>,
 }
 
@@ -102,6 +105,12 @@ impl Gate {
     ) -> Result<(Box<dyn Socket>, Peer), NoEntry> {
         // A command leaves when it is written.
         stream.set_nodelay(true)?;
+        let own = stream.local_addr()?.ip();
+        let peer = |showing| Peer {
+            address,
+            own,
+            showing: Arc::new(showing),
+        };
         match &self.door {
             Door::Plain => {
                 match opening::peek(&stream).await? {
@@ -112,8 +121,7 @@ impl Gate {
                     Opening::Nothing => return Err(NoEntry::nothing()),
                     Opening::Http2 | Opening::Http1 | Opening::Other => {}
                 }
-                let showing = Arc::new(Showing::nothing());
-                Ok((Box::new(stream), Peer { address, showing }))
+                Ok((Box::new(stream), peer(Showing::nothing())))
             }
             Door::Tls(tls) => {
                 let accepted = tls.accept(stream).await;
@@ -121,8 +129,7 @@ impl Gate {
                     kind: problem.kind(),
                     why: problem.to_string(),
                 })?;
-                let showing = Arc::new(showing);
-                Ok((Box::new(stream), Peer { address, showing }))
+                Ok((Box::new(stream), peer(showing)))
             }
         }
     }
@@ -197,6 +204,26 @@ impl Gate {
     /// While this is held nobody is denied: for whoever judges and then acts on it.
     pub(super) fn hold(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a peer that is a node may be reached at the address that it says.
+    ///
+    /// # Errors
+    /// Whose address that is, and what would help.
+    pub(super) fn may_be_at(&self, peer: &Peer, register: &Register) -> Result<(), NotThem> {
+        let advertise = &register.advertise;
+        let no = reach::may_advertise(advertise, peer.address.ip(), peer.own);
+        no.map_err(|why| NotThem {
+            kind: "address",
+            refusal: Refusal {
+                code: RefusalCode::Malformed,
+                message: format!(
+                    "`advertise` is {advertise}, which is {why}; set `advertise` in agent.yaml to an address at which this server reaches the node"
+                ),
+                certificate: peer.name(),
+                claimed: register.node.clone(),
+            },
+        })
     }
 
     fn is_denied(&self, serial: &Serial) -> bool {

@@ -621,6 +621,25 @@ async fn an_agent_registers_although_others_at_its_address_only_sit_there() {
     read_to_the_end(sitting.remove(0)).await;
 }
 
+#[tokio::test]
+async fn a_node_that_says_it_is_reached_where_the_server_is_does_not_register() {
+    let (server, mut inputs) = seen_at("10.0.0.2").await;
+    for (advertise, said) in [
+        ("127.0.0.1", "an address of the server's own machine"),
+        ("::ffff:127.0.0.1", "an address of the server's own machine"),
+        ("169.254.169.254", "another machine on each link"),
+        ("evil.example", "which is no IP address"),
+    ] {
+        let mut agent = Agent::dial(server, register_at(advertise)).await;
+        let ServerMessage::Refused(refusal) = agent.hear().await.message else {
+            panic!("{advertise} was not refused");
+        };
+        assert_eq!(refusal.code, RefusalCode::Malformed);
+        assert!(refusal.message.contains(said), "{refusal}");
+        assert!(inputs.try_recv().is_err(), "{advertise}");
+    }
+}
+
 #[test]
 fn a_connection_is_not_given_up_before_three_heartbeats_are_missed() {
     let options = quiet();

@@ -340,6 +340,21 @@ impl Fleet {
         self.look();
     }
 
+    /// An agent says that an engine of its is somewhere else.
+    pub fn is_said_to_be_at(&mut self, replica: &str, host: &str) {
+        let shard = format!("{replica}/0");
+        let found = self
+            .agents
+            .iter_mut()
+            .find(|(_, agent)| agent.shards.contains_key(&shard));
+        let (node, agent) = found.expect("some agent has it");
+        let node = node.clone();
+        let (spec, _) = agent.shards.get_mut(&shard).expect("it was just found");
+        Arc::make_mut(spec).host = host.to_owned();
+        self.report(&node, &shard);
+        self.look();
+    }
+
     pub fn ready(&mut self, replica: &str) {
         self.becomes(replica, ShardState::Ready, "");
     }

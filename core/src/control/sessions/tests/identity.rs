@@ -466,6 +466,7 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
                 showing: Arc::new(accepted.showing),
             },
             outgoing,
+                own: address.ip(),
             over: over.clone(),
         },
     };
