@@ -3,6 +3,7 @@
 //! Each connection is served and dialled by hyper itself and carries one session, so that either side can cut one without asking anybody: a
 //! shared server that waits for its streams would wait for ever on a node that vanished. TLS, if any, is under it: whoever hands the socket in did the handshake.
 
+use std::convert::Infallible;
 use std::error::Error;
 use std::fmt;
 use std::future::Future;
@@ -12,6 +13,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::{Request, Response, Uri};
+use hyper::body::Incoming;
 use hyper::client::conn::http2::SendRequest;
 use hyper::rt::Executor;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -19,6 +21,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tonic::codegen::BoxFuture;
 use tonic::codegen::tokio_stream::Stream;
 use tonic::{Code, Status, async_trait};
 
@@ -31,8 +34,11 @@ use crate::wire::fleet_client::FleetClient;
 use crate::wire::fleet_server::{Fleet, FleetServer};
 pub use crate::wire::shape::MESSAGE_MAX_BYTES;
 
-/// Calls at once on a connection; one is a session.
-const CALLS_MAX: u32 = 4;
+/// Calls at once on a connection: a session, and a question for a certificate.
+const CALLS_MAX: u32 = 2;
+/// The path of a question for a certificate, and what is taken in of one: a token, a name and a signing request are less.
+const ENROL_PATH: &str = "/llmgw.v1.Fleet/Enroll";
+const ENROL_MESSAGE_MAX_BYTES: usize = 32 << 10;
 const HEADERS_MAX_BYTES: u32 = 16 << 10;
 /// What a peer may send that nobody has read yet, for the session and for the connection.
 const STREAM_WINDOW_BYTES: u32 = 256 << 10;
@@ -49,7 +55,7 @@ pub struct KeepAlive {
 
 /// What a server does with a session, or with a node that has no certificate yet. One per connection.
 pub trait Host: Send + Sync + 'static {
-    /// How much of one message is taken in, before it is looked at.
+    /// How much of one message of a session is taken in, before it is looked at.
     fn message_max_bytes(&self) -> usize {
         MESSAGE_MAX_BYTES
     }
@@ -202,10 +208,7 @@ where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     H: Host,
 {
-    let message_max_bytes = host.message_max_bytes();
-    let fleet = FleetServer::new(Served(host))
-        .max_decoding_message_size(message_max_bytes)
-        .max_encoding_message_size(MESSAGE_MAX_BYTES);
+    let methods = Methods::of(host);
     hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .keep_alive_interval(keep_alive.interval)
@@ -215,7 +218,7 @@ where
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_send_buf_size(SEND_BUFFER_MAX_BYTES)
         .max_header_list_size(HEADERS_MAX_BYTES)
-        .serve_connection(TokioIo::new(socket), TowerToHyperService::new(fleet))
+        .serve_connection(TokioIo::new(socket), TowerToHyperService::new(methods))
         .await
         .map_err(|error| LinkError(chain(&error)))
 }
@@ -261,7 +264,7 @@ fn with_hint(text: String) -> String {
 struct Requests(SendRequest<tonic::body::Body>);
 
 impl tonic::codegen::Service<Request<tonic::body::Body>> for Requests {
-    type Response = Response<hyper::body::Incoming>;
+    type Response = Response<Incoming>;
     type Error = hyper::Error;
     type Future = Pin<Box<dyn Future<Output = hyper::Result<Self::Response>> + Send>>;
 
@@ -275,6 +278,54 @@ impl tonic::codegen::Service<Request<tonic::body::Body>> for Requests {
 }
 
 struct Served<H>(Arc<H>);
+
+/// What can be called, each with the limit of its own messages: anybody may ask for a certificate, and only a session needs much.
+struct Methods<H: Host> {
+    session: FleetServer<Served<H>>,
+    enrol: FleetServer<Served<H>>,
+}
+
+impl<H: Host> Methods<H> {
+    fn of(host: Arc<H>) -> Methods<H> {
+        let session_max_bytes = host.message_max_bytes();
+        let served = Arc::new(Served(host));
+        let taking = |max_bytes| {
+            FleetServer::from_arc(served.clone())
+                .max_decoding_message_size(max_bytes)
+                .max_encoding_message_size(MESSAGE_MAX_BYTES)
+        };
+        Methods {
+            session: taking(session_max_bytes),
+            enrol: taking(ENROL_MESSAGE_MAX_BYTES.min(session_max_bytes)),
+        }
+    }
+}
+
+impl<H: Host> Clone for Methods<H> {
+    fn clone(&self) -> Methods<H> {
+        Methods {
+            session: self.session.clone(),
+            enrol: self.enrol.clone(),
+        }
+    }
+}
+
+impl<H: Host> tonic::codegen::Service<Request<Incoming>> for Methods<H> {
+    type Response = Response<tonic::body::Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Incoming>) -> Self::Future {
+        match request.uri().path() {
+            ENROL_PATH => self.enrol.call(request),
+            _ => self.session.call(request),
+        }
+    }
+}
 
 #[async_trait]
 impl<H: Host> Fleet for Served<H> {

@@ -240,6 +240,13 @@ async fn a_question_that_is_none_is_refused_and_one_that_is_too_long_is_not_take
     let refused = client.enroll(long).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
     assert_eq!(refused.message(), "`token` is longer than 256 bytes");
+    // Before it is looked at, and although a session's message may be far longer.
+    let longer = wire::EnrollRequest {
+        signing_request: "x".repeat(ENROL_MESSAGE_MAX_BYTES),
+        ..wire::EnrollRequest::default()
+    };
+    let refused = client.enroll(longer).await.unwrap_err();
+    assert_eq!(refused.code(), Code::OutOfRange);
 }
 
 #[tokio::test]
