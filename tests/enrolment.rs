@@ -342,7 +342,7 @@ fn an_authority_that_signs_before_the_servers_certificate_is_of_it_makes_no_toke
 }
 
 #[test]
-fn a_certificate_that_was_revoked_takes_its_token_with_it() {
+fn a_certificate_that_was_revoked_takes_its_token_and_its_key_with_it() {
     let mut site = Site::new(true);
     let (file, url) = (site.token_file(&site.token("n1")), site.url());
     site.start_agent("n1", "n1", &url, &["--enroll", &file]);
@@ -360,13 +360,25 @@ fn a_certificate_that_was_revoked_takes_its_token_with_it() {
     );
     fs::write(site.at("llmgw.yaml"), denies).unwrap();
     assert!(site.ctl(&["reload"]).status.success());
-    // Its token is as good as it was, and its key is the same.
+    // Its token is as good as it was, and its key is the same; and so it is with a new token.
     fs::remove_file(format!("{tls}/agent.pem")).unwrap();
-    let before = site.said("server").len();
+    let told = format!("serial {serial}, which was revoked: remove its `agent-key.pem` too");
+    for makes_new in [false, true] {
+        if makes_new {
+            site.token_file(&site.token("n1"));
+        }
+        let (status, said) = site.agent_ends("n1", "n1", &url, &["--enroll", &file]);
+        assert_eq!(status, 1, "{said}");
+        assert!(
+            said.contains("revoked_key: ") && said.contains(&told),
+            "{said}"
+        );
+        assert!(!Path::new(&tls).join("agent.pem").exists());
+    }
+    // As it says.
+    fs::remove_file(format!("{tls}/agent-key.pem")).unwrap();
     site.start_agent("n1", "n1", &url, &["--enroll", &file]);
-    site.until("it is refused", |site| {
-        site.said("server")[before..].contains("was revoked")
-    });
+    site.ready("n1");
     let again = fs::read_to_string(format!("{tls}/agent.pem")).unwrap();
-    assert_eq!(again, first, "the same certificate, not a new one");
+    assert_ne!(again, first);
 }

@@ -50,6 +50,8 @@ pub enum EnrolmentRefusalCode {
     Used,
     /// The server could not do it at this moment. The token still works.
     Failed,
+    /// A certificate for this key was revoked: another key may have one.
+    RevokedKey,
     /// A word of a newer release.
     Other,
 }
@@ -71,6 +73,7 @@ impl EnrolmentRefusalCode {
             EnrolmentRefusalCode::Expired => "expired_token",
             EnrolmentRefusalCode::Used => "used_token",
             EnrolmentRefusalCode::Failed => "enrolment_failed",
+            EnrolmentRefusalCode::RevokedKey => "revoked_key",
             EnrolmentRefusalCode::Other => "refused",
         }
     }

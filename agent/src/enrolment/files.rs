@@ -46,17 +46,17 @@ pub enum Keeper {
 
 /// What is there. The error says what to do with files that are not this node's: none of them is written over.
 pub(super) fn look(files: &AgentTls, node: &str, now: Moment) -> Result<Have, String> {
-    let cert = files.cert.display();
+    let (cert, key) = (files.cert.display(), files.key.display());
     let found = fs::symlink_metadata(&files.cert);
     if found.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
         return Ok(Have::Nothing);
     }
     let identity = Identity::load(&files.cert, &files.key)
-        .map_err(|problem| format!("{problem}; remove {cert} to enrol anew"))?;
+        .map_err(|problem| format!("{problem}; remove {cert} and {key} to enrol anew"))?;
     let certificate = identity.certificate;
     if certificate.common_name.as_deref() != Some(node) {
         return Err(format!(
-            "{cert} is the certificate of `{}`, not of node `{node}`; remove it to enrol anew, or name other files in `tls`",
+            "{cert} is the certificate of `{}`, not of node `{node}`; remove it and {key} to enrol anew, or name other files in `tls`",
             certificate.name()
         ));
     }

@@ -289,7 +289,7 @@ fn files_of_another_node_and_broken_ones_are_not_written_over() {
     let other = answer(&authority, &files, "n2").certificate;
     fs::write(&files.cert, &other).unwrap();
     let error = plan(&given(&token), SERVER, &files).unwrap_err();
-    let said = "is the certificate of `n2`, not of node `n1`; remove it to enrol anew";
+    let said = "is the certificate of `n2`, not of node `n1`; remove it and ";
     assert!(error.contains(said), "{error}");
     fs::write(&files.cert, "").unwrap();
     let error = plan(&given(&token), SERVER, &files).unwrap_err();

@@ -77,6 +77,7 @@ fn code_out(code: EnrolmentRefusalCode) -> wire::EnrollRefusalCode {
         EnrolmentRefusalCode::Expired => wire::EnrollRefusalCode::Expired,
         EnrolmentRefusalCode::Used => wire::EnrollRefusalCode::Used,
         EnrolmentRefusalCode::Failed => wire::EnrollRefusalCode::Failed,
+        EnrolmentRefusalCode::RevokedKey => wire::EnrollRefusalCode::RevokedKey,
         EnrolmentRefusalCode::Other => wire::EnrollRefusalCode::Unspecified,
     }
 }
@@ -92,6 +93,7 @@ fn code_in(code: i32) -> EnrolmentRefusalCode {
         Ok(wire::EnrollRefusalCode::Expired) => EnrolmentRefusalCode::Expired,
         Ok(wire::EnrollRefusalCode::Used) => EnrolmentRefusalCode::Used,
         Ok(wire::EnrollRefusalCode::Failed) => EnrolmentRefusalCode::Failed,
+        Ok(wire::EnrollRefusalCode::RevokedKey) => EnrolmentRefusalCode::RevokedKey,
         Ok(wire::EnrollRefusalCode::Unspecified) | Err(_) => EnrolmentRefusalCode::Other,
     }
 }
@@ -170,6 +172,7 @@ mod tests {
             EnrolmentRefusalCode::Expired,
             EnrolmentRefusalCode::Used,
             EnrolmentRefusalCode::Failed,
+            EnrolmentRefusalCode::RevokedKey,
             EnrolmentRefusalCode::Other,
         ] {
             let refusal = EnrolmentRefusal {

@@ -3,12 +3,16 @@
 //! It knows hashes only. A node has one token at a time, the last that was made for it. One that was used stays until it is forgotten, with
 //! the key that used it and the certificate that it became: whoever has that key gets that certificate again, since the answer may have been lost,
 //! and never a second one, so that to revoke a certificate is to be done with its token too.
+//!
+//! Beside the tokens it knows which keys nodes got certificates for, for as long as those are good: a key whose certificate was revoked gets none
+//! with a later token either.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
 use llmgw_proto::enrolment::EnrolmentRefusalCode;
+use llmgw_proto::identity::Serial;
 use llmgw_proto::identity::token::{EnrolmentToken, SecretHash};
 use subtle::ConstantTimeEq;
 
@@ -17,6 +21,8 @@ use crate::config::UtcTime;
 
 /// Tokens at a time, expired ones included.
 pub const TOKENS_MAX: usize = 4_096;
+/// Keys that are remembered beyond their tokens. Of more the one whose certificate ends first is forgotten.
+pub const KEYS_MAX: usize = 2 * TOKENS_MAX;
 /// How long a token that expired is still told from one that never was.
 const EXPIRED_KEPT: Duration = Duration::from_secs(7 * 24 * 3_600);
 
@@ -39,9 +45,22 @@ pub struct Used {
     pub certified: Certified,
 }
 
-/// All of them, by the node that each is for.
+/// A key that a node got a certificate for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Certificated {
+    pub node: String,
+    pub by: KeyDigest,
+    pub serial: String,
+    pub not_after: UtcTime,
+}
+
+/// All of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Book(BTreeMap<String, Token>);
+pub struct Book {
+    /// By the node that each is for.
+    tokens: BTreeMap<String, Token>,
+    keys: Vec<Certificated>,
+}
 
 /// What a token allows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,6 +87,11 @@ pub enum NotAllowed {
     Used {
         node: String,
     },
+    /// What this key had was revoked.
+    RevokedKey {
+        node: String,
+        serial: String,
+    },
     /// Another authority signs now than the one that the token is from.
     OtherAuthority {
         node: String,
@@ -90,13 +114,13 @@ impl Book {
         expires: UtcTime,
         now: UtcTime,
     ) -> Result<(), Full> {
-        self.0.remove(node);
+        self.tokens.remove(node);
         let kept_from = UtcTime(now.0.saturating_sub(EXPIRED_KEPT.as_secs()));
-        self.0.retain(|_, token| token.expires > kept_from);
-        if self.0.len() >= TOKENS_MAX {
-            self.0.retain(|_, token| token.expires > now);
+        self.tokens.retain(|_, token| token.expires > kept_from);
+        if self.tokens.len() >= TOKENS_MAX {
+            self.tokens.retain(|_, token| token.expires > now);
         }
-        if self.0.len() >= TOKENS_MAX {
+        if self.tokens.len() >= TOKENS_MAX {
             return Err(Full);
         }
         let token = Token {
@@ -104,7 +128,7 @@ impl Book {
             expires,
             used: None,
         };
-        self.0.insert(node.to_owned(), token);
+        self.tokens.insert(node.to_owned(), token);
         Ok(())
     }
 
@@ -125,7 +149,7 @@ impl Book {
         }
         let secret = token.secret_hash();
         let is_it = |known: &&Token| bool::from(known.secret.0.ct_eq(&secret.0));
-        match self.0.get(&node).filter(is_it) {
+        match self.tokens.get(&node).filter(is_it) {
             None => Err(NotAllowed::Unknown { node }),
             Some(known) if known.expires <= now => {
                 let at = known.expires;
@@ -135,7 +159,7 @@ impl Book {
         }
     }
 
-    /// Whether the token works for this key.
+    /// Whether the token works for this key, which must not be one that had a certificate which is denied now.
     ///
     /// # Errors
     /// Why it does not.
@@ -144,9 +168,23 @@ impl Book {
         token: &EnrolmentToken,
         claimed: &str,
         key: KeyDigest,
+        denied: &BTreeSet<Serial>,
         now: UtcTime,
     ) -> Result<Allowed, NotAllowed> {
-        match &self.find(token, claimed, now)?.used {
+        let found = self.find(token, claimed, now)?;
+        let is_denied = |serial: &str| serial.parse().is_ok_and(|serial| denied.contains(&serial));
+        // Whichever node it was.
+        let serials = self.keys.iter().filter(|known| known.by == key);
+        let serials = serials.map(|known| &known.serial);
+        let last = found.used.iter().filter(|used| used.by == key);
+        let mut serials = serials.chain(last.map(|used| &used.certified.serial));
+        if let Some(serial) = serials.find(|serial| is_denied(serial)) {
+            return Err(NotAllowed::RevokedKey {
+                node: token.node().to_owned(),
+                serial: serial.clone(),
+            });
+        }
+        match &found.used {
             None => Ok(Allowed::First),
             Some(used) if used.by == key => Ok(Allowed::Again(used.certified.clone())),
             Some(_) => Err(NotAllowed::Used {
@@ -156,20 +194,47 @@ impl Book {
     }
 
     /// From now on the node's token is for this key and this certificate alone.
-    pub fn use_up(&mut self, node: &str, by: KeyDigest, certified: Certified) {
-        if let Some(token) = self.0.get_mut(node) {
+    pub fn use_up(&mut self, node: &str, by: KeyDigest, certified: Certified, now: UtcTime) {
+        self.keys.retain(|known| known.not_after > now);
+        // One whose end can't be read is kept for as long as there is room.
+        let not_after = certified.not_after.parse().unwrap_or(UtcTime::LAST);
+        self.remember(Certificated {
+            node: node.to_owned(),
+            by,
+            serial: certified.serial.clone(),
+            not_after,
+        });
+        if let Some(token) = self.tokens.get_mut(node) {
             token.used = Some(Used { by, certified });
         }
     }
 
+    /// Takes in a key that had a certificate.
+    pub fn remember(&mut self, key: Certificated) {
+        if self.keys.len() >= KEYS_MAX {
+            let first = self.keys.iter().enumerate();
+            let first = first.min_by_key(|(_, known)| known.not_after);
+            if let Some((at, _)) = first {
+                self.keys.remove(at);
+            }
+        }
+        self.keys.push(key);
+    }
+
     pub fn tokens(&self) -> impl Iterator<Item = (&str, &Token)> {
-        self.0.iter().map(|(node, token)| (node.as_str(), token))
+        self.tokens
+            .iter()
+            .map(|(node, token)| (node.as_str(), token))
+    }
+
+    pub fn keys(&self) -> &[Certificated] {
+        &self.keys
     }
 
     /// `false`: the node has one already.
     #[must_use]
     pub fn restore(&mut self, node: String, token: Token) -> bool {
-        self.0.insert(node, token).is_none()
+        self.tokens.insert(node, token).is_none()
     }
 }
 
@@ -182,6 +247,7 @@ impl NotAllowed {
             }
             NotAllowed::Expired { .. } => EnrolmentRefusalCode::Expired,
             NotAllowed::Used { .. } => EnrolmentRefusalCode::Used,
+            NotAllowed::RevokedKey { .. } => EnrolmentRefusalCode::RevokedKey,
         }
     }
 }
@@ -209,6 +275,13 @@ impl fmt::Display for NotAllowed {
                     "the token of node `{node}` was used already, for another key"
                 )?;
                 node
+            }
+            NotAllowed::RevokedKey { node, serial } => {
+                return write!(
+                    f,
+                    "the key of node `{node}` is that of the certificate with serial {serial}, which was revoked: remove its `agent-key.pem` too, \
+                     so that it makes another, and give it a new token (`llmgw ctl cert token --node {node}`)"
+                );
             }
             NotAllowed::OtherAuthority { node } => {
                 write!(
@@ -264,16 +337,21 @@ mod tests {
     fn a_token_works_for_one_key_as_often_as_it_asks_and_for_no_other() {
         let one = token("n1", 1);
         let mut book = book(&[&one]);
-        assert_eq!(book.check(&one, "n1", key(1), NOW), Ok(Allowed::First));
         assert_eq!(
-            book.check(&one, "n1", key(2), NOW),
+            book.check(&one, "n1", key(1), &BTreeSet::new(), NOW),
+            Ok(Allowed::First)
+        );
+        assert_eq!(
+            book.check(&one, "n1", key(2), &BTreeSet::new(), NOW),
             Ok(Allowed::First),
             "to check is not to use"
         );
-        book.use_up("n1", key(1), certified("a"));
+        book.use_up("n1", key(1), certified("a"), NOW);
         let again = Ok(Allowed::Again(certified("a")));
-        assert_eq!(book.check(&one, "n1", key(1), NOW), again);
-        let refused = book.check(&one, "n1", key(2), NOW).unwrap_err();
+        assert_eq!(book.check(&one, "n1", key(1), &BTreeSet::new(), NOW), again);
+        let refused = book
+            .check(&one, "n1", key(2), &BTreeSet::new(), NOW)
+            .unwrap_err();
         assert_eq!(refused.code().as_str(), "used_token");
         assert_eq!(
             refused.to_string(),
@@ -285,7 +363,9 @@ mod tests {
     fn a_token_is_for_its_own_node_and_an_unknown_one_is_for_none() {
         let (one, two) = (token("n1", 1), token("n2", 2));
         let book = book(&[&one]);
-        let refused = book.check(&one, "n2", key(1), NOW).unwrap_err();
+        let refused = book
+            .check(&one, "n2", key(1), &BTreeSet::new(), NOW)
+            .unwrap_err();
         assert_eq!(refused.code().as_str(), "other_node");
         assert_eq!(
             refused.to_string(),
@@ -293,7 +373,7 @@ mod tests {
         );
         let unknown = [&two, &token("n1", 3)];
         for token in unknown {
-            let refused = book.check(token, token.node(), key(1), NOW);
+            let refused = book.check(token, token.node(), key(1), &BTreeSet::new(), NOW);
             assert_eq!(code(refused), "unknown_token");
         }
     }
@@ -302,11 +382,16 @@ mod tests {
     fn a_token_ends_with_its_second_and_says_so_even_where_it_was_used() {
         let one = token("n1", 1);
         let mut book = book(&[&one]);
-        book.use_up("n1", key(1), certified("a"));
+        book.use_up("n1", key(1), certified("a"), NOW);
         let last = UtcTime(HOUR.0 - 1);
         let again = Ok(Allowed::Again(certified("a")));
-        assert_eq!(book.check(&one, "n1", key(1), last), again);
-        let refused = book.check(&one, "n1", key(1), HOUR).unwrap_err();
+        assert_eq!(
+            book.check(&one, "n1", key(1), &BTreeSet::new(), last),
+            again
+        );
+        let refused = book
+            .check(&one, "n1", key(1), &BTreeSet::new(), HOUR)
+            .unwrap_err();
         assert_eq!(refused.code().as_str(), "expired_token");
         let said = refused.to_string();
         assert!(said.contains(&format!("expired at {HOUR}")), "{said}");
@@ -316,14 +401,76 @@ mod tests {
     fn a_newer_token_takes_the_place_of_the_nodes_older_one() {
         let (old, new) = (token("n1", 1), token("n1", 2));
         let mut book = book(&[&old, &new]);
-        assert_eq!(code(book.check(&old, "n1", key(1), NOW)), "unknown_token");
-        book.use_up("n1", key(1), certified("a"));
+        assert_eq!(
+            code(book.check(&old, "n1", key(1), &BTreeSet::new(), NOW)),
+            "unknown_token"
+        );
+        book.use_up("n1", key(1), certified("a"), NOW);
         book.add("n1", new.secret_hash(), HOUR, NOW).unwrap();
         assert_eq!(
-            book.check(&new, "n1", key(2), NOW),
+            book.check(&new, "n1", key(2), &BTreeSet::new(), NOW),
             Ok(Allowed::First),
-            "what used the older one is forgotten with it"
+            "another key is free to use it"
         );
+    }
+
+    #[test]
+    fn a_key_whose_certificate_was_revoked_gets_none_with_a_later_token_of_any_node() {
+        let end = UtcTime(NOW.0 + 365 * 24 * 3_600);
+        let made = Certified {
+            not_after: end.to_string(),
+            ..certified("0a")
+        };
+        let (first, later) = (token("n1", 1), token("n1", 2));
+        let mut book = book(&[&first]);
+        book.use_up("n1", key(1), made, NOW);
+        let denied: BTreeSet<Serial> = ["A".parse().unwrap()].into();
+        let refused = book.check(&first, "n1", key(1), &denied, NOW).unwrap_err();
+        assert_eq!(
+            refused.code().as_str(),
+            "revoked_key",
+            "the token that made it"
+        );
+        // Months later, when that token is long forgotten.
+        let now = UtcTime(end.0 - 30 * 24 * 3_600);
+        let other = token("n2", 3);
+        for token in [&later, &other] {
+            let expires = UtcTime(end.0 + 3_600);
+            let hash = token.secret_hash();
+            book.add(token.node(), hash, expires, now).unwrap();
+            let refused = book.check(token, token.node(), key(1), &denied, now);
+            assert_eq!(
+                refused.unwrap_err().to_string(),
+                format!(
+                    "the key of node `{node}` is that of the certificate with serial 0a, which was revoked: remove its `agent-key.pem` too, \
+                     so that it makes another, and give it a new token (`llmgw ctl cert token --node {node}`)",
+                    node = token.node()
+                )
+            );
+            let allowed = book.check(token, token.node(), key(2), &denied, now);
+            assert_eq!(allowed, Ok(Allowed::First), "another key");
+            let allowed = book.check(token, token.node(), key(1), &BTreeSet::new(), now);
+            assert_eq!(allowed, Ok(Allowed::First), "nothing is denied");
+        }
+        // It is remembered for as long as its certificate would be good.
+        book.use_up("n2", key(2), certified("b"), end);
+        assert!(book.keys().iter().all(|known| known.by == key(2)));
+    }
+
+    #[test]
+    fn keys_are_remembered_up_to_a_limit_and_those_that_end_first_are_forgotten() {
+        let mut book = Book::default();
+        for number in 0..=KEYS_MAX as u64 {
+            book.remember(Certificated {
+                node: "n1".to_owned(),
+                by: key(1),
+                serial: number.to_string(),
+                not_after: UtcTime(NOW.0 + (number + 1) % 10),
+            });
+        }
+        assert_eq!(book.keys().len(), KEYS_MAX);
+        assert_eq!(book.keys()[8].serial, "8");
+        assert_eq!(book.keys()[9].serial, "10", "the ninth ended first");
     }
 
     #[test]

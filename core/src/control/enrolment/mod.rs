@@ -12,13 +12,14 @@ mod authority;
 pub mod book;
 mod store;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use llmgw_proto::enrolment::{EnrolmentRefusal, EnrolmentRefusalCode, EnrolmentRequest};
-use llmgw_proto::identity::{EnrolmentToken, FileProblem, Fingerprint};
+use llmgw_proto::identity::{EnrolmentToken, FileProblem, Fingerprint, Serial};
 use llmgw_proto::session::{NODE_ID_MAX_BYTES, is_node_id};
 
 pub use self::authority::AuthorityFiles;
@@ -98,6 +99,8 @@ pub struct Enrolment {
     book: Mutex<Book>,
     /// None: enrolment is off.
     signing: RwLock<Option<Arc<dyn Signing>>>,
+    /// Serial numbers of certificates that are revoked: their keys get no others.
+    denied: RwLock<BTreeSet<Serial>>,
     leads: Leads,
 }
 
@@ -118,14 +121,21 @@ impl Enrolment {
             book: Mutex::new(store.load()?),
             store,
             signing: RwLock::new(None),
+            denied: RwLock::default(),
             leads,
         })
     }
 
     /// From now on the authority of this configuration signs, if it names one with its key.
     pub fn configure(&self, agents: Option<&Agents>) {
+        let denied = agents.map(|agents| agents.deny_serials.iter().cloned());
+        self.deny(denied.into_iter().flatten().collect());
         let files = agents.and_then(AuthorityFiles::of);
         self.set_signing(files.map(|files| Arc::new(files) as Arc<dyn Signing>));
+    }
+
+    fn deny(&self, serials: BTreeSet<Serial>) {
+        *self.denied.write().unwrap_or_else(PoisonError::into_inner) = serials;
     }
 
     /// From now on this authority signs; `None`: nobody does.
@@ -199,14 +209,16 @@ impl Enrolment {
         }
         // Held while it is signed: of two questions at once the second one gets what the first one made.
         let mut book = self.lock();
-        let allowed = book.check(token, claimed, key, now);
+        let denied = self.denied.read().unwrap_or_else(PoisonError::into_inner);
+        let allowed = book.check(token, claimed, key, &denied, now);
+        drop(denied);
         let certified = match allowed.map_err(|why| refused(&why))? {
             Allowed::Again(certified) => certified,
             Allowed::First => {
                 let made = signing.sign(token.node(), &request.signing_request);
                 let certified = made.map_err(|why| no(&why))?;
                 let mut changed = book.clone();
-                changed.use_up(token.node(), key, certified.clone());
+                changed.use_up(token.node(), key, certified.clone(), now);
                 self.store.save(&changed).map_err(|error| no(&error))?;
                 *book = changed;
                 certified

@@ -14,14 +14,14 @@ use llmgw_proto::session::is_node_id;
 use serde::{Deserialize, Serialize};
 
 use super::Certified;
-use super::book::{Book, KeyDigest, TOKENS_MAX, Token, Used};
+use super::book::{Book, Certificated, KEYS_MAX, KeyDigest, TOKENS_MAX, Token, Used};
 use crate::config::UtcTime;
 
 const FILE: &str = "enrolment.json";
 /// Where a file lies that could not be read.
 const SET_ASIDE: &str = "enrolment.json.unreadable";
 const VERSION: u32 = 1;
-/// Of [`TOKENS_MAX`] tokens each takes less than this, its certificate included.
+/// Of [`TOKENS_MAX`] tokens each takes less than this, its certificate and two keys included.
 const FILE_MAX_BYTES: u64 = (TOKENS_MAX as u64) << 13;
 const HASH: &str = "sha256:";
 
@@ -36,6 +36,8 @@ pub struct Store {
 struct Stored {
     version: u32,
     tokens: Vec<Row>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    keys: Vec<KeyRow>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -58,6 +60,16 @@ struct UsedRow {
     not_after: String,
     /// PEM. It is no secret.
     certificate: String,
+}
+
+/// Of a key that got a certificate: what it takes to know it again when that is revoked.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct KeyRow {
+    node: String,
+    by: String,
+    serial: String,
+    not_after: String,
 }
 
 impl Store {
@@ -122,6 +134,7 @@ impl Stored {
         Stored {
             version: VERSION,
             tokens: book.tokens().map(row).collect(),
+            keys: book.keys().iter().map(KeyRow::of).collect(),
         }
     }
 }
@@ -152,6 +165,13 @@ fn parse(text: &[u8]) -> Result<Book, String> {
             return Err(format!("`tokens[{at}]` is of a node that has one already"));
         }
     }
+    if stored.keys.len() > KEYS_MAX {
+        return Err(format!("it holds more than {KEYS_MAX} keys"));
+    }
+    for (at, row) in stored.keys.into_iter().enumerate() {
+        let key = row.key().filter(|key| is_node_id(&key.node));
+        book.remember(key.ok_or_else(|| format!("`keys[{at}]` makes no sense"))?);
+    }
     Ok(book)
 }
 
@@ -165,6 +185,26 @@ impl Row {
             secret: SecretHash(digest(&self.secret)?),
             expires: self.expires.parse::<UtcTime>().ok()?,
             used,
+        })
+    }
+}
+
+impl KeyRow {
+    fn of(known: &Certificated) -> KeyRow {
+        KeyRow {
+            node: known.node.clone(),
+            by: format!("{HASH}{}", hex(&known.by.0)),
+            serial: known.serial.clone(),
+            not_after: known.not_after.to_string(),
+        }
+    }
+
+    fn key(self) -> Option<Certificated> {
+        Some(Certificated {
+            by: KeyDigest(digest(&self.by)?),
+            not_after: self.not_after.parse().ok()?,
+            node: self.node,
+            serial: self.serial,
         })
     }
 }

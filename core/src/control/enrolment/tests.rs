@@ -117,6 +117,23 @@ fn a_token_becomes_a_certificate_for_one_key_also_after_a_restart() {
 }
 
 #[test]
+fn a_key_whose_certificate_was_revoked_gets_none_with_a_new_token_also_after_a_restart() {
+    let (state, fake) = (State::new(), Arc::new(Fake::default()));
+    let server = state.server(&fake);
+    let first = server.issue("gpu-01", LIFETIME_DEFAULT, NOW).unwrap();
+    let signed = server.enrol(&asks(&first, "a"), NOW).unwrap();
+    let server = state.server(&fake);
+    let denied: Serial = signed.certified.serial.parse().unwrap();
+    server.deny([denied].into());
+    assert_eq!(code(server.enrol(&asks(&first, "a"), NOW)), "revoked_key");
+    let second = server.issue("gpu-01", LIFETIME_DEFAULT, NOW).unwrap();
+    assert_eq!(code(server.enrol(&asks(&second, "a"), NOW)), "revoked_key");
+    assert_eq!(fake.signed.load(Ordering::Relaxed), 1);
+    // The token is not used up by that.
+    server.enrol(&asks(&second, "b"), NOW).unwrap();
+}
+
+#[test]
 fn two_tokens_differ_and_each_replaces_the_one_before_it() {
     let (state, fake) = (State::new(), Arc::new(Fake::default()));
     let server = state.server(&fake);

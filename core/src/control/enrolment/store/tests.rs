@@ -42,7 +42,12 @@ fn book() -> Book {
         serial: "4a".to_owned(),
         not_after: "2027-12-01T00:00:00Z".to_owned(),
     };
-    book.use_up("gpu-01", KeyDigest([7; 32]), certified);
+    book.use_up(
+        "gpu-01",
+        KeyDigest([7; 32]),
+        certified,
+        UtcTime(1_796_000_000),
+    );
     book
 }
 
