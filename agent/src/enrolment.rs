@@ -36,9 +36,12 @@ pub struct Enrolling {
     files: AgentTls,
     keeper: Keeper,
     token: EnrolmentToken,
-    /// There is a certificate, which still works without this.
-    can_wait: bool,
+    /// There is a certificate, which still works without this: why it should not do so for long.
+    can_wait: Option<&'static str>,
 }
+
+const ENDS_SOON: &str = "the certificate ends soon";
+const OTHER_AUTHORITY: &str = "the certificate is of another authority than the enrolment token";
 
 /// How a server is spoken to.
 #[derive(Clone, Copy, Debug)]
@@ -88,16 +91,24 @@ impl Enrolling {
             return Err(NoPlan::Plaintext { server });
         }
         let have = files::look(files, node, now).map_err(NoPlan::Files)?;
+        // Another authority took over, and what there is works for as long as the server trusts the old one too.
+        let is_replaced = || {
+            let token = token_for(given, node);
+            token.is_ok_and(|token| files::is_of_another(files, token.authority()))
+        };
         let can_wait = match have {
-            Have::Certificate { days_left } if days_left > EXPIRY_WARNED_DAYS => {
+            Have::Nothing => None,
+            Have::Certificate { days_left } if days_left <= EXPIRY_WARNED_DAYS => {
+                (days_left >= 0).then_some(ENDS_SOON)
+            }
+            Have::Certificate { .. } if is_replaced() => Some(OTHER_AUTHORITY),
+            Have::Certificate { days_left } => {
                 tracing::info!(
                     "the enrolment token is not used: node `{node}` has a certificate for {days_left} more days ({})",
                     files.cert.display()
                 );
                 return Ok(None);
             }
-            Have::Certificate { days_left } => days_left >= 0,
-            Have::Nothing => false,
         };
         let usable = token_for(given, node).and_then(|token| {
             // Before the token is used up.
@@ -106,11 +117,13 @@ impl Enrolling {
         });
         let token = match usable {
             Ok(token) => token,
-            Err(why) if can_wait => {
-                tracing::warn!("the certificate ends soon, and is not renewed: {why}");
+            Err(why) => {
+                let Some(cause) = can_wait else {
+                    return Err(why);
+                };
+                tracing::warn!("{cause}, and there will be no new one: {why}");
                 return Ok(None);
             }
-            Err(why) => return Err(why),
         };
         Ok(Some(Enrolling {
             server: server.clone(),
@@ -127,18 +140,18 @@ impl Enrolling {
     /// # Errors
     /// The server refused, or is not the one that the token is of.
     pub async fn run(&self, manners: Manners) -> Result<(), NotEnrolled> {
-        match self.enrol(manners).await {
-            Ok(()) => Ok(()),
-            Err(why) if self.can_wait => {
-                tracing::warn!("the certificate ends soon, and was not renewed: {why}");
-                Ok(())
-            }
-            Err(why) => Err(NotEnrolled {
-                server: self.server.clone(),
-                node: self.node.clone(),
-                why,
-            }),
+        let Err(why) = self.enrol(manners).await else {
+            return Ok(());
+        };
+        if let Some(cause) = self.can_wait {
+            tracing::warn!("{cause}, and there is no new one: {why}");
+            return Ok(());
         }
+        Err(NotEnrolled {
+            server: self.server.clone(),
+            node: self.node.clone(),
+            why,
+        })
     }
 
     async fn enrol(&self, manners: Manners) -> Result<(), String> {
@@ -153,7 +166,7 @@ impl Enrolling {
             match ask::ask(&self.server, &request, manners).await {
                 Ok(enrolled) => break enrolled,
                 Err(NotAnswered::ForGood(why)) => return Err(why),
-                Err(NotAnswered::Yet(why)) if self.can_wait => return Err(why),
+                Err(NotAnswered::Yet(why)) if self.can_wait.is_some() => return Err(why),
                 Err(NotAnswered::Yet(why)) => {
                     let wait = backoff.next(Outcome::Broke, unit());
                     tracing::warn!(

@@ -64,6 +64,21 @@ pub(super) fn look(files: &AgentTls, node: &str, now: Moment) -> Result<Have, St
     Ok(Have::Certificate { days_left })
 }
 
+/// Whether the certificate that is there came from an authority other than this one, or this one is not trusted yet.
+pub(super) fn is_of_another(files: &AgentTls, authority: Fingerprint) -> bool {
+    let of = |known: &Certificate| known.fingerprint == authority;
+    let trusted = Authorities::load(&files.ca).ok();
+    let issuer = trusted.as_ref().and_then(|trusted| {
+        let at = trusted.certificates.iter().position(of)?;
+        trusted.der.get(at)
+    });
+    let own = Identity::load(&files.cert, &files.key).ok();
+    let is_issued = issuer
+        .zip(own.as_ref())
+        .is_some_and(|(issuer, own)| is_issued_by(&own.chain[0], issuer));
+    !is_issued
+}
+
 /// Whether the token's authority is still to be written. The error says that the file is there, and whom it trusts instead.
 pub(super) fn lacks_authority(
     files: &AgentTls,

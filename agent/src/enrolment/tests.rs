@@ -162,11 +162,44 @@ fn an_answer_is_kept_and_a_certificate_that_lasts_makes_the_token_needless() {
     // It is for 90 days.
     assert!(planned(58, &given(&token)).unwrap().is_none());
     let soon = planned(70, &given(&token)).unwrap().unwrap();
-    assert!(soon.can_wait, "it still works");
+    assert_eq!(soon.can_wait, Some(ENDS_SOON), "it still works");
     assert!(planned(70, &absent).unwrap().is_none(), "nor must it");
     let over = planned(91, &given(&token)).unwrap().unwrap();
-    assert!(!over.can_wait);
+    assert_eq!(over.can_wait, None);
     assert!(planned(91, &absent).is_err());
+}
+
+#[test]
+fn a_token_of_another_authority_is_used_although_the_certificate_lasts() {
+    let (state, old) = (State::new(), Authority::new("old"));
+    let (files, token_of_old) = (state.files(), token("n1", &old));
+    files::key(&files.key).unwrap();
+    keep(&files, &answer(&old, &files, "n1"), &token_of_old).unwrap();
+    let new = Authority::new("new");
+    let token_of_new = token("n1", &new);
+    let planned = |token: &EnrolmentToken, keeper| {
+        let server: ServerUrl = SERVER.parse().unwrap();
+        let files = (&files, keeper);
+        Enrolling::plan(&given(token), &server, "n1", files, Moment::now()).unwrap()
+    };
+    assert!(planned(&token_of_old, Keeper::Agent).is_none());
+    let used = planned(&token_of_new, Keeper::Agent).unwrap();
+    assert_eq!(
+        used.can_wait,
+        Some(OTHER_AUTHORITY),
+        "the old one still works"
+    );
+    // Another node's token, and a file of the operator's that lacks the new one, change nothing.
+    assert!(planned(&token("n2", &new), Keeper::Agent).is_none());
+    assert!(planned(&token_of_new, Keeper::Operator).is_none());
+    // Both are trusted, and the certificate is still the old one's.
+    fs::write(&files.ca, format!("{}{}", old.pem, new.pem)).unwrap();
+    assert!(planned(&token_of_old, Keeper::Agent).is_none());
+    for keeper in [Keeper::Agent, Keeper::Operator] {
+        assert!(planned(&token_of_new, keeper).is_some());
+    }
+    keep(&files, &answer(&new, &files, "n1"), &token_of_new).unwrap();
+    assert!(planned(&token_of_new, Keeper::Agent).is_none());
 }
 
 #[test]
