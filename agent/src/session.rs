@@ -31,6 +31,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use backoff::{Backoff, Outcome, unit};
+use credentials::RefusedOne;
 use dial::ServerUrl;
 use serve::Serving;
 
@@ -136,6 +137,12 @@ enum Ended {
     Broken(String),
 }
 
+/// Whether another session took the old one's place.
+enum Replaced {
+    Yes,
+    No,
+}
+
 impl Ended {
     /// What the next wait depends on. `lasted`: for how long there was a session.
     fn outcome(&self, lasted: Option<Duration>) -> Outcome {
@@ -150,7 +157,7 @@ impl Ended {
 
 /// A session that lasted for so long was a good one: the next attempt begins with the shortest wait.
 const STEADY: Duration = Duration::from_secs(30);
-/// After a renewed certificate that led to no session, before it is looked at again.
+/// After a renewed certificate that led to no session, before that one is tried again.
 const RENEWAL_PAUSE: Duration = Duration::from_secs(5 * 60);
 /// For the goodbye to leave and be read, when the agent stops.
 const GOODBYE_MAX: Duration = Duration::from_millis(800);
@@ -229,19 +236,31 @@ impl Session {
         };
         *welcomed_at = Some(Instant::now());
         self.connected.send_replace(true);
-        let mut look_every = self.options.look_every;
+        let mut refused = None;
         loop {
             let shown = serving.shown;
             let ended = tokio::select! {
                 ended = serving.run(stop) => ended,
-                () = self.renewed(shown, look_every) => match self.replace(&mut serving, stop).await {
-                    Ok(is_new) => {
+                () = self.renewed(shown, refused) => {
+                    let before = self.lock_shown().clone();
+                    match self.replace(&mut serving, stop).await {
+                        Ok(Replaced::Yes) => {
+                            refused = None;
+                            continue;
+                        }
                         // What the server does not take is not shown to it every time that somebody looks.
-                        look_every = if is_new { self.options.look_every } else { RENEWAL_PAUSE };
-                        continue;
+                        Ok(Replaced::No) => {
+                            refused = self.refused_one();
+                            *self.lock_shown() = before;
+                            continue;
+                        }
+                        Err(ended) => {
+                            // What ended is the session of the certificate before.
+                            *self.lock_shown() = before;
+                            ended
+                        }
                     }
-                    Err(ended) => ended,
-                },
+                }
             };
             if matches!(ended, Ended::Stopped) {
                 serving.goodbye().await;
@@ -255,11 +274,21 @@ impl Session {
     }
 
     /// Waits until the certificate is another one than the session was opened with.
-    async fn renewed(&self, shown: Option<Fingerprint>, look_every: Duration) {
+    async fn renewed(&self, shown: Option<Fingerprint>, refused: Option<RefusedOne>) {
+        let look_every = self.options.look_every;
         match (&self.options.tls, shown) {
-            (Some(tls), Some(shown)) => tls.renewed(shown, look_every).await,
+            (Some(tls), Some(shown)) => tls.renewed(shown, refused, look_every).await,
             _ => std::future::pending().await,
         }
+    }
+
+    /// The certificate that was shown last, which led to no session.
+    fn refused_one(&self) -> Option<RefusedOne> {
+        let shown = self.lock_shown();
+        shown.as_ref().map(|certificate| RefusedOne {
+            shown: certificate.fingerprint,
+            until: Instant::now() + RENEWAL_PAUSE,
+        })
     }
 
     /// Opens a session with what is in the files now, and leaves the old one for it. Where the server does not want the new one the old one goes on.
@@ -267,7 +296,7 @@ impl Session {
         &'a self,
         serving: &mut Serving<'a>,
         stop: &CancellationToken,
-    ) -> Result<bool, Ended> {
+    ) -> Result<Replaced, Ended> {
         tracing::info!("the certificate was renewed: a new session takes this one's place");
         let opened = {
             let mut opening = pin!(self.open());
@@ -286,14 +315,14 @@ impl Session {
         match opened {
             Ok(new) => {
                 *serving = new;
-                Ok(true)
+                Ok(Replaced::Yes)
             }
             Err(ended) => {
                 let why = self.told(&ended);
                 tracing::error!(
                     "the renewed certificate did not lead to a session: {why}; the old session goes on"
                 );
-                Ok(false)
+                Ok(Replaced::No)
             }
         }
     }

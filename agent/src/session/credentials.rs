@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use llmgw_proto::identity::{Authorities, FileProblem, Fingerprint, Identity};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::backoff::unit;
 use crate::config::AgentTls;
@@ -20,6 +20,13 @@ const SPREADS_PER_LOOK: u32 = 6;
 pub struct Credentials {
     pub identity: Identity,
     pub authorities: Authorities,
+}
+
+/// A certificate that led to no session, and from when it may be tried again.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RefusedOne {
+    pub(super) shown: Fingerprint,
+    pub(super) until: Instant,
 }
 
 /// Why they could not be had.
@@ -50,13 +57,23 @@ impl AgentTls {
             .map_err(NoCredentials::File)
     }
 
-    /// Waits until there is another certificate than the one that was shown, which can be used. One that can't is said once, and changes nothing.
-    pub(super) async fn renewed(&self, shown: Fingerprint, look_every: Duration) {
+    /// Waits until there is another certificate than the one that was shown, which can be used. One that can't is said once, and changes nothing;
+    /// the one that led to no session is worth no other try before its time.
+    pub(super) async fn renewed(
+        &self,
+        shown: Fingerprint,
+        refused: Option<RefusedOne>,
+        look_every: Duration,
+    ) {
+        let is_news = |found: Fingerprint| {
+            let waits = refused.is_some_and(|one| one.shown == found && Instant::now() < one.until);
+            found != shown && !waits
+        };
         let mut said = None;
         loop {
             sleep(look_every).await;
             let problem = match self.read().await {
-                Ok(found) if found.identity.certificate.fingerprint != shown => break,
+                Ok(found) if is_news(found.identity.certificate.fingerprint) => break,
                 Ok(_) => None,
                 Err(problem) => Some(problem.to_string()),
             };
@@ -87,10 +104,8 @@ mod tests {
     use std::path::PathBuf;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use fake_engine::authority::{Authority, write};
-    use tokio::time::Instant;
-
     use super::*;
+    use fake_engine::authority::{Authority, write};
 
     /// The files of a test, gone afterwards.
     struct Files(PathBuf);
@@ -131,7 +146,7 @@ mod tests {
         let shown = tls.load().unwrap().identity.certificate.fingerprint;
         let start = Instant::now();
         let looking = async {
-            tls.renewed(shown, LOOK_EVERY).await;
+            tls.renewed(shown, None, LOOK_EVERY).await;
             start.elapsed()
         };
         let replacing = async {
@@ -152,6 +167,33 @@ mod tests {
             took >= noticed && took <= noticed + SPREAD_MAX + LOOK_EVERY / 10,
             "{took:?}"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_certificate_that_was_refused_waits_for_its_time_and_another_one_does_not() {
+        let authority = Authority::new("fleet");
+        let files = Files::new(&authority);
+        let tls = files.tls();
+        let fingerprint = || tls.load().unwrap().identity.certificate.fingerprint;
+        let shown = fingerprint();
+        authority.agent("n1").write(&files.0, "agent");
+        let pause = LOOK_EVERY * 10;
+        let start = Instant::now();
+        let refused = RefusedOne {
+            shown: fingerprint(),
+            until: start + pause,
+        };
+        tls.renewed(shown, Some(refused), LOOK_EVERY).await;
+        assert!(start.elapsed() >= pause, "{:?}", start.elapsed());
+        let start = Instant::now();
+        let refused = RefusedOne {
+            shown: fingerprint(),
+            until: start + pause,
+        };
+        authority.agent("n1").write(&files.0, "agent");
+        tls.renewed(shown, Some(refused), LOOK_EVERY).await;
+        let (took, soon) = (start.elapsed(), LOOK_EVERY + SPREAD_MAX + LOOK_EVERY / 10);
+        assert!(took <= soon, "{took:?}");
     }
 
     #[test]

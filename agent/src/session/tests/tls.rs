@@ -211,7 +211,8 @@ async fn a_renewed_certificate_is_shown_in_a_new_session_and_the_old_one_lasts_u
 async fn a_renewed_certificate_that_the_server_refuses_costs_no_session() {
     let authority = Authority::new("fleet");
     let (mut server, mut shown) = server(&authority, &["127.0.0.1"]).await;
-    let files = Files::of(&authority, &authority.agent("gpu-01"));
+    let first = authority.agent("gpu-01");
+    let files = Files::of(&authority, &first);
     let (node, _asked) = Node::new();
     let look_every = Duration::from_millis(20);
     let running = Running::start(agent(server.address, &files, &node, look_every));
@@ -233,6 +234,27 @@ async fn a_renewed_certificate_that_the_server_refuses_costs_no_session() {
     node.changes.send_replace(vec![ready]);
     assert_eq!(old.report().await.status.shard, "m/0/0");
     assert!(*running.session.connected().borrow());
+    // What the server says of the old session from now on is about the old certificate.
+    let is_first_again = async {
+        let serial = || {
+            running
+                .session
+                .lock_shown()
+                .as_ref()
+                .unwrap()
+                .serial
+                .to_string()
+        };
+        while serial() != first.serial {
+            tokio::time::sleep(look_every).await;
+        }
+    };
+    let restored = tokio::time::timeout(PATIENCE, is_first_again).await;
+    restored.expect("it explains refusals with a certificate that has no session");
+    // The mistake is corrected, and seen at the next look.
+    authority.agent("gpu-01").write(&files.0, "agent");
+    let (corrected, _) = server.registered().await;
+    drop(corrected);
     running.stop.cancel();
     old.until(|message| matches!(message, AgentMessage::Goodbye(_)).then_some(()))
         .await;
