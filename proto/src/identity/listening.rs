@@ -60,6 +60,8 @@ pub struct Showing {
     pub shown: Shown,
     /// Empty where it was not looked at.
     chain: Arc<[CertificateDer<'static>]>,
+    /// What is in those behind the leaf, as far as it can be read.
+    issuers: Arc<[Certificate]>,
     /// When the handshake was done.
     at: UnixTime,
     generation: u64,
@@ -222,12 +224,12 @@ impl Current {
             _ => Shown::Nothing,
         };
         let is_looked_at = is_bounded && !matches!(shown, Shown::Unreadable(_));
+        let chain = if is_looked_at { chain } else { &[] };
+        let issuers = chain.iter().skip(1).map(|der| Certificate::from_der(der));
         Showing {
             shown,
-            chain: match is_looked_at {
-                true => chain.into(),
-                false => Arc::from([]),
-            },
+            issuers: issuers.filter_map(Result::ok).collect(),
+            chain: chain.into(),
             at,
             generation: self.generation,
         }
@@ -247,11 +249,17 @@ impl Current {
 }
 
 impl Showing {
+    /// All certificates that were shown and could be read, its own first.
+    pub fn certificates(&self) -> impl Iterator<Item = &Certificate> {
+        self.shown.certificate().into_iter().chain(&*self.issuers)
+    }
+
     /// Of a connection without TLS.
     pub fn nothing() -> Showing {
         Showing {
             shown: Shown::Nothing,
             chain: Arc::from([]),
+            issuers: Arc::from([]),
             at: UnixTime::now(),
             generation: 0,
         }

@@ -168,22 +168,27 @@ impl Gate {
             Door::Plain => Shown::Nothing,
             Door::Tls(tls) => tls.judge_again(&peer.showing),
         };
-        let problem = match &shown {
-            Shown::Known(certificate) if self.is_denied(&certificate.serial) => {
-                IdentityProblem::Revoked(certificate)
-            }
-            Shown::Known(certificate) if is_claimed(certificate) => {
+        // An authority between is as good a reason as its own.
+        let revoked = match &shown {
+            Shown::Known(_) => self.denied_of(&peer.showing),
+            _ => None,
+        };
+        let problem = match (&shown, revoked) {
+            (_, Some(revoked)) => IdentityProblem::Revoked(revoked),
+            (Shown::Known(certificate), None) if is_claimed(certificate) => {
                 return Ok(Some(NodeCertificate {
                     name: certificate.name().to_owned(),
                     serial: certificate.serial.clone(),
                     not_after: certificate.not_after,
                 }));
             }
-            Shown::Known(certificate) => IdentityProblem::OtherName(certificate),
-            Shown::Refused { why, certificate } => IdentityProblem::Refused(certificate, why),
-            Shown::Unreadable(why) => IdentityProblem::Unreadable(why),
-            Shown::Nothing if self.require_identity => IdentityProblem::NothingShown,
-            Shown::Nothing => return Ok(None),
+            (Shown::Known(certificate), None) => IdentityProblem::OtherName(certificate),
+            (Shown::Refused { why, certificate }, None) => {
+                IdentityProblem::Refused(certificate, why)
+            }
+            (Shown::Unreadable(why), None) => IdentityProblem::Unreadable(why),
+            (Shown::Nothing, None) if self.require_identity => IdentityProblem::NothingShown,
+            (Shown::Nothing, None) => return Ok(None),
         };
         Err(NotThem {
             kind: problem.kind(),
@@ -226,11 +231,12 @@ impl Gate {
         })
     }
 
-    fn is_denied(&self, serial: &Serial) -> bool {
-        self.denied
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .contains(serial)
+    /// The first certificate of a chain that is denied.
+    fn denied_of<'a>(&self, showing: &'a Showing) -> Option<&'a Certificate> {
+        let denied = self.denied.read().unwrap_or_else(PoisonError::into_inner);
+        showing
+            .certificates()
+            .find(|certificate| denied.contains(&certificate.serial))
     }
 
     /// Waits until one more question for a certificate may be worked on. `None` does not happen: nobody closes it.

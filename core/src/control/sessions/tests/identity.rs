@@ -487,6 +487,31 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
 }
 
 #[tokio::test]
+async fn the_certificate_of_an_authority_that_is_shown_and_denied_lets_nobody_in() {
+    let guarded = Guarded::start().await;
+    let der = CertificateDer::from(guarded.authority.der.clone());
+    let serial = Certificate::from_der(&der).unwrap().serial;
+    let mut own = identity(&guarded.authority.agent("n1"));
+    own.chain.push(der);
+    let trust = Trust::Authorities(authorities(&[&guarded.authority]));
+    for denied in [BTreeSet::new(), [serial.clone()].into()] {
+        let is_denied = !denied.is_empty();
+        guarded.server.sessions.deny(denied);
+        let socket = TcpStream::connect(guarded.server.address).await.unwrap();
+        let stream = connect(socket, "127.0.0.1", &trust, Some(&own)).await;
+        let mut agent = Agent::over(stream.unwrap(), register("n1")).await;
+        match agent.hear().await.message {
+            ServerMessage::Welcome(_) => assert!(!is_denied),
+            ServerMessage::Refused(refusal) => {
+                let said = format!("the certificate with serial {serial} was revoked");
+                assert!(is_denied && refusal.message.contains(&said), "{refusal}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_chain_that_is_too_long_to_be_looked_at_is_answered() {
     let guarded = Guarded::start().await;
     let mut own = identity(&guarded.authority.agent("n1"));
