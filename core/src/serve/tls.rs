@@ -97,22 +97,21 @@ impl Tls {
 impl Shows for Agents {
     fn show(&self, material: &Material) {
         let (identity, authorities) = (material.identity.clone(), material.authorities.clone());
-        if let Err(why) = self.tls.replace(identity, authorities) {
+        let change = || self.tls.replace(identity, authorities);
+        let changed = match &self.sessions {
+            Some(sessions) => sessions.trust(change),
+            None => change().map(|()| 0),
+        };
+        match changed {
             // It was made of the same files when they were read.
-            tracing::error!(
+            Err(why) => tracing::error!(
                 "`{}`: what agents see did not change: {why}",
                 Use::Agents.key()
-            );
-            return;
-        }
-        let cut = self
-            .sessions
-            .as_ref()
-            .map_or(0, |sessions| sessions.judge_again());
-        if cut > 0 {
-            tracing::warn!(
+            ),
+            Ok(0) => {}
+            Ok(cut) => tracing::warn!(
                 "{cut} agents were cut off: no authority that is trusted now issued their certificates"
-            );
+            ),
         }
     }
 }

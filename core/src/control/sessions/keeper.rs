@@ -172,11 +172,11 @@ impl Keeper {
                     self.seats.dismiss(session, ServerMessage::Refused(refusal));
                     return;
                 }
-                // What is denied or trusted may have changed since it was let in. Now that it sits, a further change finds it here; none
-                // comes between this look and the table, which so never hears of one that is denied.
+                // What is denied or trusted may have changed since it was let in. Now that it sits, a further change finds it here, or has
+                // ended it already; none comes between this look and the table, which so never hears of one that may not speak.
                 let gate = self.gate.clone();
                 let _held = gate.hold();
-                if !self.seats.judge(session, &self.gate) {
+                if !self.seats.judge(session, &self.gate) && self.seats.has(session) {
                     self.apply(event);
                 }
             }

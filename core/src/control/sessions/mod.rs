@@ -170,10 +170,17 @@ impl Sessions {
         self.seats.judge_all(&self.gate);
     }
 
-    /// After [`AgentsTls::replace`](llmgw_proto::identity::listening::AgentsTls::replace): whoever is connected with a certificate of an
-    /// authority that is no longer trusted is told and cut off; how many were. May take milliseconds for each session.
-    pub fn judge_again(&self) -> usize {
-        self.seats.judge_all(&self.gate)
+    /// Changes whom the door trusts, by [`AgentsTls::replace`](llmgw_proto::identity::listening::AgentsTls::replace): whoever is connected with
+    /// a certificate of an authority that is no longer trusted is told and cut off; how many were. May take milliseconds for each session.
+    ///
+    /// # Errors
+    /// Those of the change.
+    pub fn trust<E>(&self, change: impl FnOnce() -> Result<(), E>) -> Result<usize, E> {
+        {
+            let _turn = self.gate.hold();
+            change()?;
+        }
+        Ok(self.seats.judge_all(&self.gate))
     }
 
     /// The last lines of a shard's output, from the node that it is on.

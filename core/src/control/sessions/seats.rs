@@ -55,6 +55,11 @@ impl Seats {
         self.lock().insert(session, seat);
     }
 
+    /// Whether it sits. One that was put and does not was ended meanwhile.
+    pub(super) fn has(&self, session: SessionId) -> bool {
+        self.lock().contains_key(&session)
+    }
+
     pub(super) fn remove(&self, session: SessionId) {
         self.lock().remove(&session);
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use fake_engine::authority::{Authority, Issued, Leaf, Use};
 use llmgw_proto::identity::dialling::{Trust, connect};
-use llmgw_proto::identity::listening::AgentsTls;
+use llmgw_proto::identity::listening::{AgentsTls, Showing};
 use llmgw_proto::identity::{Authorities, Certificate, Identity, Serial};
 use llmgw_proto::session::{Refusal, SessionId};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
@@ -380,18 +380,21 @@ async fn an_authority_that_is_replaced_ends_the_sessions_that_it_vouched_for_and
     let next = Authority::new("next");
     let both = Some(authorities(&[&guarded.authority, &next]));
     let own = identity(&guarded.authority.server(&["127.0.0.1"]));
-    guarded.tls.replace(own.clone(), both).unwrap();
+    let trust = |authorities| {
+        let (sessions, own) = (&guarded.server.sessions, own.clone());
+        sessions.trust(|| guarded.tls.replace(own, authorities))
+    };
+    assert_eq!(trust(both).unwrap(), 0);
     let mut cut = guarded.agent(&guarded.authority.agent("n1"), "n1").await;
     let _stays = guarded.agent(&next.agent("n2"), "n2").await;
     guarded.server.until_state("n1", NodeState::Ready).await;
     guarded.server.until_state("n2", NodeState::Ready).await;
-    assert_eq!(guarded.server.sessions.judge_again(), 0);
-
-    guarded
-        .tls
-        .replace(own, Some(authorities(&[&next])))
-        .unwrap();
-    assert_eq!(guarded.server.sessions.judge_again(), 1);
+    let sessions = guarded.server.sessions.clone();
+    let next = Some(authorities(&[&next]));
+    assert_eq!(
+        sessions.trust(|| guarded.tls.replace(own, next)).unwrap(),
+        1
+    );
     let refusal = last_words(&mut cut).await;
     assert!(
         refusal.message.contains("was issued by `CN=fleet`"),
@@ -463,10 +466,10 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
             node: "n1".to_owned(),
             peer: Peer {
                 address,
+                own: address.ip(),
                 showing: Arc::new(accepted.showing),
             },
             outgoing,
-                own: address.ip(),
             over: over.clone(),
         },
     };
@@ -483,6 +486,55 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
     };
     assert!(refusal.message.contains("was revoked"), "{refusal}");
     assert!(sent.recv().await.is_none(), "nothing follows");
+    assert!(observed.borrow().nodes.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_was_ended_while_its_registration_waited_never_reaches_the_table() {
+    let gate = Arc::new(Gate::new(Door::Plain, false, BTreeSet::new()));
+    let timing = watch::Sender::new(quiet().timing);
+    let (seats, tails) = (Arc::new(Seats::new()), Arc::default());
+    let (keeper, mut observed) =
+        Keeper::new(timing.subscribe(), seats.clone(), gate.clone(), tails);
+    let (outgoing, _sent) = mpsc::channel(8);
+    let (inputs, received) = mpsc::channel(8);
+    let AgentMessage::Register(register) = register("n1") else {
+        panic!("it is a registration");
+    };
+    let (session, address) = (SessionId(1), "127.0.0.1:1".parse().unwrap());
+    let registers = Input::Registers {
+        session,
+        event: NodeEvent::Registered {
+            session,
+            register,
+            certificate: None,
+        },
+        seat: Seat {
+            node: "n1".to_owned(),
+            peer: Peer {
+                address,
+                own: address.ip(),
+                showing: Arc::new(Showing::nothing()),
+            },
+            outgoing,
+            over: CancellationToken::new(),
+        },
+    };
+    inputs.send(registers).await.unwrap();
+    let stop = CancellationToken::new();
+    let _stop = stop.clone().drop_guard();
+    {
+        let _held = gate.hold();
+        tokio::spawn(keeper.run(received, stop));
+        while !seats.has(session) {
+            std::thread::yield_now();
+        }
+        seats.dismiss(session, ServerMessage::Leaving("denied".to_owned()));
+    }
+    // Two ticks later it was taken in for certain.
+    for _ in 0..2 {
+        observed.changed().await.unwrap();
+    }
     assert!(observed.borrow().nodes.is_empty());
 }
 
