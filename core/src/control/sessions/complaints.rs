@@ -7,14 +7,18 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Kinds of trouble of all addresses that are remembered. Whatever does not fit shares one entry.
+use super::strangers::network;
+
+/// Kinds of trouble of all addresses that are remembered. Whatever does not fit shares one entry for each kind: what only those can cause who
+/// have a certificate of ours is heard whatever others do.
 const REMEMBERED_MAX: usize = 1_024;
 /// Lines of one kind from one address within [`WINDOW`].
 const LINES_MAX: u32 = 3;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Stands for all that are not remembered by themselves.
-const OTHERS: Key = (IpAddr::V4(Ipv4Addr::UNSPECIFIED), "others");
+const OTHERS: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
 
+/// The network that counts as one address, and the kind.
 type Key = (IpAddr, &'static str);
 
 /// What was said lately.
@@ -43,12 +47,12 @@ impl Complaints {
         kind: &'static str,
         now: Instant,
     ) -> Option<Unsaid> {
-        let mut key = (address, kind);
+        let mut key = (network(address), kind);
         if !self.said.contains_key(&key) && self.said.len() >= REMEMBERED_MAX {
             self.said
                 .retain(|_, said| now.duration_since(said.since) < WINDOW);
             if self.said.len() >= REMEMBERED_MAX {
-                key = OTHERS;
+                key.0 = OTHERS;
             }
         }
         let said = self.said.entry(key).or_insert(Said {
@@ -112,6 +116,18 @@ mod tests {
     }
 
     #[test]
+    fn a_network_of_ipv6_is_one_address() {
+        let mut complaints = Complaints::default();
+        let now = Instant::now();
+        let mut note = |text: &str| complaints.note(text.parse().unwrap(), "no_tls", now);
+        let written = (0..1_000).filter(|number| note(&format!("2001:db8::{number:x}")).is_some());
+        assert_eq!(written.count(), LINES_MAX as usize);
+        assert!(note("2001:db8:0:1::1").is_some(), "another network");
+        assert!(note("10.0.0.1").is_some());
+        assert_eq!(complaints.said.len(), 3);
+    }
+
+    #[test]
     fn many_addresses_neither_fill_the_memory_nor_the_log() {
         let mut complaints = Complaints::default();
         let now = Instant::now();
@@ -120,6 +136,10 @@ mod tests {
             .count();
         assert_eq!(lines, REMEMBERED_MAX + LINES_MAX as usize);
         assert!(complaints.said.len() <= REMEMBERED_MAX + 1);
+        // What they all say does not hide what somebody else has to say.
+        for _ in 0..LINES_MAX {
+            assert!(complaints.note(address(0), "revoked", now).is_some());
+        }
         // Those that are long ago make room.
         let later = now + WINDOW;
         assert!(complaints.note(address(200_000), "no_tls", later).is_some());
