@@ -185,9 +185,8 @@ impl NodeTable {
             });
         };
         // Both could take the node from each other for ever. A machine that was started again is let in once its old session is dead.
-        let other_machine = !known.machine.is_empty()
-            && !register.machine.is_empty()
-            && known.machine != register.machine;
+        // One that does not say which it is may be any.
+        let other_machine = !known.machine.is_empty() && known.machine != register.machine;
         (known.session.is_some() && other_machine).then(|| {
             let message = format!(
                 "another machine is connected as `{node}` (last heard {} ms ago): give each machine a node id of its own",

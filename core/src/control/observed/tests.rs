@@ -296,7 +296,12 @@ fn who_may_take_a_node_that_is_connected() {
         ("n1-run", "n1-boot", true, "the same agent again"),
         ("other", "n1-boot", true, "an agent that was restarted"),
         ("other", "other", false, "another machine"),
-        ("other", "", true, "a machine that does not know its boot"),
+        (
+            "other",
+            "",
+            false,
+            "one that does not say which machine it is",
+        ),
     ];
     for (run, machine, gets_it, what) in table {
         let mut heard = Heard::new();
