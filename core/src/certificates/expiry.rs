@@ -30,6 +30,8 @@ pub struct Ends {
 pub enum Owner {
     /// A listener's, from this file.
     Shown(Use, PathBuf),
+    /// That of an authority which follows the listener's own in this file.
+    Between(Use, PathBuf),
     /// That of an authority, in the file of `agents.tls.ca`.
     Trusted(PathBuf),
     Node(String),
@@ -43,7 +45,7 @@ pub struct Reminders {
 
 type Key = (Owner, Serial);
 
-/// What is shown and trusted at a listener: the listener's own first.
+/// What is shown and trusted at a listener: the listener's own first. One between that ends takes the listener's with it.
 pub(super) fn certificates<'a>(
     listener: &'a TlsListener,
     material: &'a Material,
@@ -55,14 +57,20 @@ pub(super) fn certificates<'a>(
         let certificates = authorities.certificates.iter();
         certificates.map(|certificate| (Owner::Trusted(ca.clone()), certificate))
     });
-    std::iter::once((own, material.certificate())).chain(trusted)
+    let between = material.between.iter().map(|certificate| {
+        let owner = Owner::Between(listener.serves, files.cert.clone());
+        (owner, certificate)
+    });
+    std::iter::once((own, material.certificate()))
+        .chain(between)
+        .chain(trusted)
 }
 
 impl Owner {
     /// The label `use` of the metric.
     pub fn serves(&self) -> &'static str {
         match self {
-            Owner::Shown(serves, _) => serves.as_str(),
+            Owner::Shown(serves, _) | Owner::Between(serves, _) => serves.as_str(),
             Owner::Trusted(_) => "agents_ca",
             Owner::Node(_) => "node",
         }
@@ -78,7 +86,7 @@ impl Owner {
 
     pub fn file(&self) -> Option<&Path> {
         match self {
-            Owner::Shown(_, file) | Owner::Trusted(file) => Some(file),
+            Owner::Shown(_, file) | Owner::Between(_, file) | Owner::Trusted(file) => Some(file),
             Owner::Node(_) => None,
         }
     }
@@ -89,6 +97,10 @@ impl Owner {
                 "`llmgw ctl cert renew {} --ca DIR` makes it last longer",
                 word(&file.display().to_string())
             ),
+            Owner::Between(..) => {
+                "clients refuse the listener's with it: put the authority's new one behind the listener's own in the file"
+                    .to_owned()
+            }
             Owner::Trusted(_) => "`llmgw ctl cert ca --out DIR` makes a new authority; \
                 keep both in the file until every certificate comes from the new one"
                 .to_owned(),
@@ -104,6 +116,12 @@ impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Owner::Shown(serves, file) => write!(f, "`{}`: {}", serves.key(), file.display()),
+            Owner::Between(serves, file) => write!(
+                f,
+                "`{}`: {}, of an authority behind the listener's own",
+                serves.key(),
+                file.display()
+            ),
             Owner::Trusted(file) => {
                 write!(f, "`{}.ca`: {}", Use::Agents.key(), file.display())
             }

@@ -17,6 +17,8 @@ use super::{TlsListener, Use};
 #[derive(Clone)]
 pub struct Material {
     pub identity: Identity,
+    /// What is in the certificates that follow its own.
+    pub between: Vec<Certificate>,
     pub authorities: Option<Authorities>,
     /// The identity, as rustls shows it.
     pub(super) certified: Arc<CertifiedKey>,
@@ -68,7 +70,10 @@ impl Material {
         let signing = aws_lc_rs::sign::any_supported_type(&identity.key)
             .map_err(|error| MaterialProblem::Tls(files.key.clone(), error))?;
         let certified = Arc::new(CertifiedKey::new(identity.chain.clone(), signing));
+        let between = identity.chain.iter().skip(1);
+        let between = between.filter_map(|der| Certificate::from_der(der).ok());
         Ok(Material {
+            between: between.collect(),
             identity,
             authorities,
             certified,

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::kept::Shows;
 use super::trial::SETTLE_MS;
-use super::{Certificates, Files, Material, Opened, TlsListener, Use, fit};
+use super::{Certificates, Files, Material, Opened, Owner, TlsListener, Use, fit};
 
 /// What a test waits for at most; reached only by a failure.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -473,4 +473,32 @@ async fn files_are_followed_through_the_links_of_a_volume() {
     }
     stop.cancel();
     running.await.unwrap();
+}
+
+#[test]
+fn what_stands_behind_the_listeners_own_certificate_ends_too() {
+    let directory = Directory::new();
+    let own = Make::serial(1);
+    let authority = Make {
+        serial: 7,
+        until_days: 20,
+        is_authority: true,
+        ..Make::default()
+    };
+    directory.put(&own);
+    let both = format!("{}{}", own.cert, authority.sign().cert);
+    directory.write("server.pem", &both);
+    let (certificates, _) = keep(directory.listener(Use::Listen));
+    let file = directory.at("server.pem");
+    let ends = certificates.ends();
+    let found = ends
+        .iter()
+        .map(|ends| (&ends.owner, ends.serial.to_string()));
+    assert_eq!(
+        found.collect::<Vec<_>>(),
+        [
+            (&Owner::Shown(Use::Listen, file.clone()), "1".to_owned()),
+            (&Owner::Between(Use::Listen, file), "7".to_owned()),
+        ]
+    );
 }

@@ -77,6 +77,22 @@ fn an_end_is_warned_of_from_30_days_before_and_is_an_error_once_it_came() {
 }
 
 #[test]
+fn an_authority_between_that_ends_is_told_of_as_the_listeners_own() {
+    let owner = Owner::Between(Use::Agents, PathBuf::from("server.pem"));
+    assert_eq!((owner.serves(), owner.node()), ("agents", ""));
+    assert_eq!(owner.file(), Some(Path::new("server.pem")));
+    let (level, said) = ends(owner, -1, 3).remark(NOW).unwrap();
+    assert_eq!(
+        (level, said.as_str()),
+        (
+            Level::WARN,
+            "`agents.tls`: server.pem, of an authority behind the listener's own: the certificate with serial a5 expires in 3 days, at 2027-01-18T08:00:00Z: \
+             clients refuse the listener's with it: put the authority's new one behind the listener's own in the file"
+        )
+    );
+}
+
+#[test]
 fn each_is_said_once_a_day_and_at_once_when_it_is_news() {
     let mut reminders = Reminders::default();
     let mut count = |all: &[Ends], after: i64| reminders.due(all, NOW.after(after)).len();
