@@ -45,6 +45,8 @@ struct Kept {
     listener: TlsListener,
     material: Arc<Material>,
     trial: Trial,
+    /// Good files that trust fewer authorities than before, and since when they were found so.
+    shrunk: Option<(Material, u64)>,
     shows: Arc<dyn Shows>,
 }
 
@@ -71,6 +73,7 @@ impl Certificates {
             listener: opened.listener,
             material: Arc::new(opened.material),
             trial: Trial::default(),
+            shrunk: None,
             shows,
         };
         let listeners: Vec<Kept> = listeners.into_iter().map(kept).collect();
@@ -222,6 +225,7 @@ impl Certificates {
             if let Some(kept) = listeners.iter_mut().find(same) {
                 kept.listener = listener;
                 kept.trial = Trial::default();
+                kept.shrunk = None;
                 kept.take(material);
             }
         }
@@ -290,6 +294,10 @@ impl Kept {
                 return verdict == Verdict::Wait;
             }
         };
+        // Half of several authorities is a good file as well, and would cut off every agent of the others.
+        if !is_asked && self.may_be_half(found.as_ref(), now_ms) {
+            return true;
+        }
         let is_healed = self.trial.right() == Verdict::Healed;
         match found {
             Some(material) => self.take(material),
@@ -299,6 +307,23 @@ impl Kept {
             None => {}
         }
         false
+    }
+
+    /// Whether an authority is missing in what was found, which another part of the file may still bring.
+    fn may_be_half(&mut self, found: Option<&Material>, now_ms: u64) -> bool {
+        let Some(found) = found.filter(|found| found.lacks_authority_of(&self.material)) else {
+            self.shrunk = None;
+            return false;
+        };
+        match &self.shrunk {
+            Some((before, since_ms)) if before.is_same(found) => {
+                now_ms.saturating_sub(*since_ms) < SETTLE_MS
+            }
+            _ => {
+                self.shrunk = Some((found.clone(), now_ms));
+                true
+            }
+        }
     }
 
     /// Shows it from now on.

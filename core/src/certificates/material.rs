@@ -92,6 +92,13 @@ impl Material {
             && of(self) == of(other)
     }
 
+    /// Whether somebody whom the other one trusts is not trusted here.
+    pub fn lacks_authority_of(&self, other: &Material) -> bool {
+        let of = |material: &Material| material.authorities.as_ref().map(|all| all.der.clone());
+        let (own, others) = (of(self).unwrap_or_default(), of(other).unwrap_or_default());
+        others.iter().any(|der| !own.contains(der))
+    }
+
     /// Whether it may take the place of what is in force: a certificate that nobody takes does not drive out a valid one.
     pub fn may_follow(
         &self,

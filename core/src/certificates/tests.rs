@@ -502,3 +502,46 @@ fn what_stands_behind_the_listeners_own_certificate_ends_too() {
         ]
     );
 }
+
+#[test]
+fn authorities_that_are_gone_from_the_file_are_given_time_to_come_back() {
+    let directory = Directory::new();
+    let authority = || {
+        let make = Make {
+            is_authority: true,
+            ..Make::default()
+        };
+        make.sign().cert
+    };
+    let (one, two) = (authority(), authority());
+    let both = format!("{one}{two}");
+    directory.put(&Make::serial(1));
+    directory.write("ca.pem", &both);
+    let mut listener = directory.listener(Use::Agents);
+    listener.files.ca = Some(directory.at("ca.pem"));
+    let (certificates, seen) = keep(listener);
+    let trusted = || {
+        let held = certificates.held();
+        held[0].material.authorities.as_ref().unwrap().der.len()
+    };
+    // Half of a file that is written in place, and then the whole.
+    directory.write("ca.pem", &one);
+    assert!(certificates.look(0), "it looks again");
+    assert!(certificates.look(SETTLE_MS - 1));
+    directory.write("ca.pem", &both);
+    assert!(!certificates.look(SETTLE_MS));
+    assert_eq!((trusted(), seen.all().len()), (2, 0), "nobody was cut off");
+    // One that was meant.
+    directory.write("ca.pem", &two);
+    assert!(certificates.look(10 * SETTLE_MS));
+    assert_eq!(trusted(), 2);
+    assert!(!certificates.look(11 * SETTLE_MS));
+    assert_eq!((trusted(), seen.all().len()), (1, 1));
+    // More of them are taken at once, and so are fewer that somebody asked for.
+    directory.write("ca.pem", &both);
+    assert!(!certificates.look(20 * SETTLE_MS));
+    assert_eq!(trusted(), 2);
+    directory.write("ca.pem", &one);
+    certificates.look_now().unwrap();
+    assert_eq!(trusted(), 1);
+}
