@@ -286,6 +286,7 @@ fn an_authoritys_key_that_cannot_be_used_is_told_by_check_and_keeps_the_server_f
     let site = Site::new(true);
     let other = site.at("other");
     site.cert(&["ca", "--out", &other]);
+    fs::copy(site.at("ca/ca-key.pem"), site.at("kept-key.pem")).unwrap();
     fs::copy(format!("{other}/ca-key.pem"), site.at("ca/ca-key.pem")).unwrap();
     let checked = llmgw()
         .args(["server", "--check", "--config", &site.at("llmgw.yaml")])
@@ -300,6 +301,13 @@ fn an_authoritys_key_that_cannot_be_used_is_told_by_check_and_keeps_the_server_f
     assert_eq!(reloaded.status.code(), Some(1), "{reloaded:?}");
     let said = String::from_utf8_lossy(&reloaded.stderr);
     assert!(said.contains("`agents.tls.ca_key`: "), "{said}");
+    // Once the file can be used the rest is taken as well, without anybody having asked for it.
+    fs::copy(site.at("kept-key.pem"), site.at("ca/ca-key.pem")).unwrap();
+    site.until("the configuration is taken", |site| {
+        let status: Value = serde_json::from_str(&site.admin("/v1/status")).unwrap();
+        status["config"]["last_error"].is_null()
+    });
+    assert_eq!(site.said("server").matches("was not reloaded").count(), 1);
 }
 
 #[test]

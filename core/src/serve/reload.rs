@@ -2,12 +2,14 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::agents::check_authority;
 use super::fleet::Fleet;
-use super::{ServerOptions, check_usable};
+use super::{ServerOptions, check_engines};
 use crate::certificates::{Certificates, Staged};
 use crate::clock;
 use crate::config::{self, Config, ConfigWatch};
@@ -15,6 +17,8 @@ use crate::gateway::state::Gateway;
 
 /// Changes of the file that may wait to be looked at: only the last one matters.
 const PENDING_MAX: usize = 1;
+/// How often a configuration is tried again whose certificates or keys could not be used: they may come later than what names them.
+const FILES_RETRY: Duration = Duration::from_secs(10);
 
 /// Reloads of one server: by a file that changed, by SIGHUP, by `ctl reload`.
 pub struct Reloads {
@@ -44,6 +48,23 @@ pub enum Confirmed {
 pub struct State {
     pub loaded_at_ms: u64,
     pub last_error: Option<String>,
+    /// The error is one of files that the configuration names, not of what is in it.
+    waits_for_files: bool,
+}
+
+/// Why a configuration is not in force.
+struct NotTaken {
+    why: String,
+    is_of_files: bool,
+}
+
+impl From<String> for NotTaken {
+    fn from(why: String) -> NotTaken {
+        NotTaken {
+            why,
+            is_of_files: false,
+        }
+    }
 }
 
 impl Reloads {
@@ -64,6 +85,7 @@ impl Reloads {
             state: Mutex::new(State {
                 loaded_at_ms: clock::unix_ms(),
                 last_error: None,
+                waits_for_files: false,
             }),
         })
     }
@@ -86,7 +108,17 @@ impl Reloads {
         let (changed, mut changes) = mpsc::channel(PENDING_MAX);
         let watching = watch.run(stop.clone(), changed);
         let applying = async {
-            while changes.recv().await.is_some() {
+            loop {
+                let is_new = tokio::select! {
+                    changed = changes.recv() => match changed {
+                        Some(_) => true,
+                        None => return,
+                    },
+                    () = tokio::time::sleep(FILES_RETRY) => false,
+                };
+                if !is_new && !self.state().waits_for_files {
+                    continue;
+                }
                 let reloads = self.clone();
                 // The outcome is in the log and on the admin address. The file is read again, since a reload that
                 // was asked for may have taken a newer one meanwhile.
@@ -139,33 +171,50 @@ impl Reloads {
     fn take(&self, confirmed: Confirmed) -> Result<(), String> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // The command line wins over the file at a reload as it does at the start.
-        let checked = config::load(&self.options.config)
-            .map_err(|errors| errors.to_string())
-            .and_then(|config| self.options.over(config))
-            .and_then(|config| {
-                check_usable(&config, &self.gateway.policies)
-                    .map(|()| config)
-                    .map_err(|error| error.to_string())
-            })
-            .and_then(|config| self.meant(config, confirmed))
-            .and_then(|config| Ok((self.certificates.stage(&config)?, config)));
-        let outcome = checked.map(|(staged, config)| self.apply(config, staged, confirmed));
-        let metrics = &self.gateway.telemetry.metrics;
-        metrics.config_reloaded(outcome.is_ok());
+        let outcome = self
+            .checked(confirmed)
+            .map(|(staged, config)| self.apply(config, staged, confirmed));
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that still waits for its files was told of and counted.
+        let is_news = match &outcome {
+            Ok(()) => true,
+            Err(not) => !not.is_of_files || state.last_error.as_ref() != Some(&not.why),
+        };
+        if is_news {
+            let metrics = &self.gateway.telemetry.metrics;
+            metrics.config_reloaded(outcome.is_ok());
+        }
+        state.waits_for_files = outcome.as_ref().is_err_and(|not| not.is_of_files);
         match &outcome {
             Ok(()) => {
                 state.loaded_at_ms = clock::unix_ms();
                 state.last_error = None;
             }
-            Err(error) => {
-                tracing::error!(
-                    "the configuration was not reloaded, the last good one stays:\n{error}"
-                );
-                state.last_error = Some(error.clone());
+            Err(NotTaken { why, .. }) => {
+                if is_news {
+                    tracing::error!(
+                        "the configuration was not reloaded, the last good one stays:\n{why}"
+                    );
+                }
+                state.last_error = Some(why.clone());
             }
         }
-        outcome
+        outcome.map_err(|not| not.why)
+    }
+
+    /// The configuration of now, and what is in the files that it names.
+    fn checked(&self, confirmed: Confirmed) -> Result<(Staged, Config), NotTaken> {
+        let of_files = |why| NotTaken {
+            why,
+            is_of_files: true,
+        };
+        let config = config::load(&self.options.config).map_err(|errors| errors.to_string())?;
+        let config = self.options.over(config)?;
+        check_engines(&config, &self.gateway.policies).map_err(|error| error.to_string())?;
+        check_authority(&config).map_err(of_files)?;
+        let config = self.meant(config, confirmed)?;
+        let staged = self.certificates.stage(&config).map_err(of_files)?;
+        Ok((staged, config))
     }
 
     /// A change that would stop most of what runs is a mistake until somebody says that it is not.
