@@ -11,10 +11,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use harness::Setup;
 use llmgw_proto::identity::files::{Readers, read_key};
 use llmgw_proto::identity::request::{make_key, request_for};
 use llmgw_proto::identity::{Identity, RequestedKey};
-use more::{Ran, llmgw};
+use more::{Ran, ctl, llmgw};
 use serde_json::Value;
 
 /// Runs that are killed.
@@ -594,4 +595,37 @@ fn is_whole(out: &Path) -> bool {
     Identity::load(&certificate, &out.join("agent-key.pem")).unwrap();
     assert!(out.join("ca.pem").exists());
     true
+}
+
+#[test]
+fn a_configuration_without_agents_signs_for_no_node_from_then_on() {
+    let dir = Dir::new("closed");
+    dir.done("ca --out ca");
+    dir.done("server --ca ca --host 127.0.0.1 --out tls");
+    let agents = "agents: {listen: \"127.0.0.1:0\", tls: {cert: tls/server.pem, key: tls/server-key.pem, ca: ca/ca.pem, ca_key: ca/ca-key.pem}}";
+    let mut setup = Setup::new().top(agents).model("fake", "");
+    for file in [
+        "ca/ca.pem",
+        "ca/ca-key.pem",
+        "tls/server.pem",
+        "tls/server-key.pem",
+    ] {
+        let text = fs::read_to_string(dir.0.join(file)).unwrap();
+        setup = setup.file(file, &text);
+    }
+    let gateway = setup.endpoint("vllm", "http://127.0.0.1:9", "").start();
+    let token = || ctl(&gateway, &["cert", "token", "--node", "n1"]);
+    let made = token();
+    assert_eq!(made.status, 0, "{}", made.stderr);
+    let yaml = fs::read_to_string(gateway.dir.join("llmgw.yaml")).unwrap();
+    gateway.write_config(&yaml.replace(agents, ""));
+    let reloaded = ctl(&gateway, &["reload"]);
+    assert_eq!(reloaded.status, 0, "{}", reloaded.stderr);
+    let refused = token();
+    assert_eq!(refused.status, 1);
+    assert!(
+        refused.stderr.contains("enrolment is off on this server"),
+        "{}",
+        refused.stderr
+    );
 }
