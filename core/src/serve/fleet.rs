@@ -57,7 +57,9 @@ impl Fleet {
         }
         // Until the next start a port without TLS stays one, where no token would be safe.
         let signs = agents.filter(|_| !self.sessions.is_plain());
-        self.enrolment.configure(signs);
+        if let Err(why) = self.enrolment.configure(signs) {
+            tracing::error!("no node is enrolled: {why}");
+        }
     }
 
     /// As operators reach it.

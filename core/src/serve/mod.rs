@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llmgw_plugins::{Policies, PolicyOptions};
-use llmgw_proto::identity::{Fingerprint, Moment};
+use llmgw_proto::identity::{FileProblem, Fingerprint, Moment};
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -307,9 +307,9 @@ async fn drain(
 /// The tokens of an earlier run, and who signs.
 fn open_enrolment(config: &Config, door: Door) -> Result<Arc<Enrolment>, ServerError> {
     let leads = Arc::new(move |authority: &Fingerprint| door.leads_to(authority));
-    let enrolment = Enrolment::open(&config.state, leads)
-        .map_err(|error| ServerError::Start(error.to_string()))?;
-    enrolment.configure(config.agents.as_ref());
+    let start = |error: FileProblem| ServerError::Start(error.to_string());
+    let enrolment = Enrolment::open(&config.state, leads).map_err(start)?;
+    enrolment.configure(config.agents.as_ref()).map_err(start)?;
     Ok(Arc::new(enrolment))
 }
 

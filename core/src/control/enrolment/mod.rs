@@ -14,6 +14,7 @@ mod store;
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::fs::File;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
@@ -95,6 +96,8 @@ pub enum IssueError {
 /// The tokens of one server. Asked by operators and agents, told by the configuration who signs.
 pub struct Enrolment {
     store: Store,
+    /// From the first time that somebody signs.
+    held: Mutex<Option<File>>,
     /// Held while it is written, so that what is on disk is never older than what is here.
     book: Mutex<Book>,
     /// None: enrolment is off.
@@ -120,6 +123,7 @@ impl Enrolment {
         Ok(Enrolment {
             book: Mutex::new(store.load()?),
             store,
+            held: Mutex::default(),
             signing: RwLock::new(None),
             denied: RwLock::default(),
             leads,
@@ -127,11 +131,29 @@ impl Enrolment {
     }
 
     /// From now on the authority of this configuration signs, if it names one with its key.
-    pub fn configure(&self, agents: Option<&Agents>) {
+    ///
+    /// # Errors
+    /// Another server does so with the same state: nobody signs here.
+    pub fn configure(&self, agents: Option<&Agents>) -> Result<(), FileProblem> {
         let denied = agents.map(|agents| agents.deny_serials.iter().cloned());
         self.deny(denied.into_iter().flatten().collect());
         let files = agents.and_then(AuthorityFiles::of);
+        if files.is_some() {
+            self.set_signing(None);
+            self.hold()?;
+        }
         self.set_signing(files.map(|files| Arc::new(files) as Arc<dyn Signing>));
+        Ok(())
+    }
+
+    fn hold(&self) -> Result<(), FileProblem> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.is_none() {
+            *held = Some(self.store.lock()?);
+            // What another server wrote before it ended.
+            *self.lock() = self.store.load()?;
+        }
+        Ok(())
     }
 
     fn deny(&self, serials: BTreeSet<Serial>) {

@@ -1,7 +1,8 @@
 //! The book of tokens on disk, `STATE/enrolment.json`: written whole, synced before anybody acts on it, and readable by the server's user only.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use llmgw_proto::hex::{hex, unhex};
@@ -18,6 +19,8 @@ use super::book::{Book, Certificated, KEYS_MAX, KeyDigest, TOKENS_MAX, Token, Us
 use crate::config::UtcTime;
 
 const FILE: &str = "enrolment.json";
+/// Held by the one server that may write the book.
+const LOCK_FILE: &str = "enrolment.lock";
 /// Where a file lies that could not be read.
 const SET_ASIDE: &str = "enrolment.json.unreadable";
 const VERSION: u32 = 1;
@@ -102,6 +105,29 @@ impl Store {
                 );
                 Ok(Book::default())
             }
+        }
+    }
+
+    /// Takes the state directory for this server, until what is returned is dropped or the process ends: of two that wrote the book each would
+    /// forget which tokens the other one took.
+    ///
+    /// # Errors
+    /// Another server has it, or the file can't be made.
+    pub fn lock(&self) -> Result<File, FileProblem> {
+        let path = self.file.with_file_name(LOCK_FILE);
+        let problem = |error| FileProblem::new(&path, FileFault::NotWritten(error));
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory).map_err(problem)?;
+        }
+        let mut options = File::options();
+        let options = options.create(true).truncate(false).write(true);
+        let file = options.mode(KEY_MODE).open(&path).map_err(problem)?;
+        match file.try_lock() {
+            Ok(()) => Ok(file),
+            Err(TryLockError::WouldBlock) => Err(problem(std::io::Error::other(
+                "another server that enrols nodes has the same `state`: give each its own",
+            ))),
+            Err(TryLockError::Error(error)) => Err(problem(error)),
         }
     }
 

@@ -106,3 +106,17 @@ fn a_file_that_the_system_does_not_give_is_an_error_that_names_it() {
     let error = state.store().save(&book()).unwrap_err().to_string();
     assert!(error.contains("enrolment.json: "), "{error}");
 }
+
+#[test]
+fn of_two_servers_on_one_state_one_may_write_until_it_ends() {
+    let state = State::new();
+    let held = state.store().lock().unwrap();
+    let refused = state.store().lock().unwrap_err().to_string();
+    assert!(refused.contains("enrolment.lock: "), "{refused}");
+    assert!(
+        refused.contains("has the same `state`: give each its own"),
+        "{refused}"
+    );
+    drop(held);
+    state.store().lock().unwrap();
+}
