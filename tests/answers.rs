@@ -26,37 +26,17 @@ fn with_keepalive(kind: Kind, name: &str) -> (Running, Gateway) {
 fn a_stream_whose_engine_is_silent_gets_comments_that_parsers_ignore() {
     for (name, kind) in [("vllm", Kind::Vllm), ("llamacpp", Kind::Llamacpp)] {
         let (engine, gateway) = with_keepalive(kind, name);
-        for ask in ask::streams() {
-            for fake in [r#"{"first_ms":300}"#, r#"{"tokens":2,"token_ms":300}"#] {
-                let mut client = gateway.client();
-                ask.send(&mut client, fake);
-                let answer = client.answer();
-                assert_eq!(
-                    (answer.status(), answer.end),
-                    (200, End::Complete),
-                    "{ask} {fake}"
-                );
-                let text = answer.text();
-                assert!(
-                    text.matches(": keep-alive\n\n").count() >= 2,
-                    "{name} {ask} {fake}: {text}"
-                );
-                assert!(
-                    answer
-                        .header("content-type")
-                        .unwrap()
-                        .starts_with("text/event-stream")
-                );
-                assert_eq!(answer.header("x-accel-buffering"), Some("no"));
-                let events: Vec<String> = data(&text);
-                assert!(
-                    events
-                        .iter()
-                        .all(|event| event == "[DONE]"
-                            || serde_json::from_str::<Value>(event).is_ok())
-                );
-                assert!(text.trim_end().contains(ask.end_mark), "{ask}: {text}");
+        // All at once: the silence is much longer than what lies between two comments, on a machine that stalls too.
+        let (asks, gateway) = (ask::streams(), &gateway);
+        std::thread::scope(|scope| {
+            for ask in &asks {
+                for fake in [r#"{"first_ms":5000}"#, r#"{"tokens":2,"token_ms":5000}"#] {
+                    scope.spawn(move || gets_comments(gateway, ask, fake));
+                }
             }
+        });
+        engine.reset();
+        for ask in asks {
             // Cancelled while only comments flow.
             let mut client = gateway.client();
             ask.send(&mut client, r#"{"first_ms":60000}"#);
@@ -71,15 +51,47 @@ fn a_stream_whose_engine_is_silent_gets_comments_that_parsers_ignore() {
     }
 }
 
+/// Whose engine is silent for a while gets comments, and then its answer.
+fn gets_comments(gateway: &Gateway, ask: &ask::Ask, fake: &str) {
+    let mut client = gateway.client();
+    ask.send(&mut client, fake);
+    let answer = client.answer();
+    let text = answer.text();
+    assert_eq!(
+        (answer.status(), answer.end),
+        (200, End::Complete),
+        "{ask} {fake}: {text}"
+    );
+    assert!(
+        text.matches(": keep-alive\n\n").count() >= 2,
+        "{ask} {fake}: {text}"
+    );
+    assert!(
+        answer
+            .header("content-type")
+            .unwrap()
+            .starts_with("text/event-stream")
+    );
+    assert_eq!(answer.header("x-accel-buffering"), Some("no"));
+    let is_json = |event: &String| serde_json::from_str::<Value>(event).is_ok();
+    let mut events = data(&text).into_iter();
+    assert!(events.all(|event| event == "[DONE]" || is_json(&event)));
+    assert!(text.trim_end().contains(ask.end_mark), "{ask}: {text}");
+}
+
 #[test]
 fn a_refusal_after_a_comment_is_an_error_event_in_the_dialect_and_a_cut() {
     let (_engine, gateway) = with_keepalive(Kind::Vllm, "vllm");
-    for ask in ask::streams() {
+    // All at once: the silence is much longer than what lies before the first comment, on a machine that stalls too.
+    let asked = ask::streams().into_iter().map(|ask| {
         let mut client = gateway.client();
         ask.send(
             &mut client,
-            r#"{"first_ms":200,"status":400,"error_message":"too \"long\"\nreally"}"#,
+            r#"{"first_ms":5000,"status":400,"error_message":"too \"long\"\nreally"}"#,
         );
+        (ask, client)
+    });
+    for (ask, mut client) in asked.collect::<Vec<_>>() {
         let answer = client.answer();
         let text = answer.text();
         assert_eq!(answer.status(), 200, "{text}");

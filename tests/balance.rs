@@ -5,7 +5,6 @@ mod harness;
 mod more;
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use fake_engine::{Kind, Options, Running};
 use serde_json::json;
@@ -245,9 +244,8 @@ fn after_every_kind_of_end_all_counters_are_zero() {
         }
     });
     gateway.counters_are_zero();
-    assert_eq!(gateway.metric("llmgw_inflight_requests", ""), 0.0);
     for engine in &engines {
-        let idle = engine.wait(Duration::from_secs(2), |state| state.open == 0);
+        let idle = engine.wait(PATIENCE, |state| state.open == 0);
         assert!(idle.is_ok(), "{idle:?}");
     }
     // Every breaker closes again, and all that was counted as a fault is forgiven.
@@ -287,7 +285,7 @@ fn a_replica_that_closes_before_it_answers_attracts_no_traffic_though_its_probes
 #[test]
 fn a_replica_that_hangs_while_its_health_answers_is_taken_out_and_tried_by_one_at_a_time() {
     let engines = engines(4, "{}");
-    let setup = Setup::new().limit("first_byte_timeout", "400ms");
+    let setup = Setup::new().limit("first_byte_timeout", "5s");
     let gateway = over(setup, &engines);
     let hung = &engines[0];
     hung.behave(r#"{"hang_generate":true}"#);
@@ -298,7 +296,7 @@ fn a_replica_that_hangs_while_its_health_answers_is_taken_out_and_tried_by_one_a
         row["reason"].as_str().unwrap().contains("fell silent"),
         "{row}"
     );
-    let gone = hung.wait(Duration::from_secs(1), |state| state.open == 0);
+    let gone = hung.wait(PATIENCE, |state| state.open == 0);
     assert!(gone.is_ok());
     // From now on at most one request at a time finds out, and is answered elsewhere.
     hung.reset();

@@ -122,7 +122,6 @@ impl Fleet {
 
     fn nothing_is_left(&self) {
         self.gateway.counters_are_zero();
-        assert_eq!(self.gateway.metric("llmgw_inflight_requests", ""), 0.0);
         for engine in &self.engines {
             engine.wait(PATIENCE, |state| state.open == 0).unwrap();
         }

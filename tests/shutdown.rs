@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 use fake_engine::{Kind, Running};
 use nix::sys::signal::Signal;
 
-use harness::{Client, End, Gateway, PATIENCE, Setup, chat};
+use harness::{CANCEL_MAX, Client, End, Gateway, PATIENCE, Setup, chat};
 use more::{await_records, begin_stream, chat_of, engine, finish_stream, record_of, signal};
 
 const CHAT: &str = "/v1/chat/completions";
 const FOREVER: &str = r#"{"token_ms":50,"tokens":100000}"#;
+/// A drain that no test waits for: what ends before has not waited for it.
+const AGES: &str = "10m";
 
 fn over(engine: &Running, drain_timeout: &str) -> Gateway {
     let setup = Setup::new()
@@ -26,6 +28,15 @@ fn over(engine: &Running, drain_timeout: &str) -> Gateway {
     gateway
 }
 
+/// An engine whose streams have one token, and the others when they are let go.
+fn holding() -> Running {
+    engine(Kind::Vllm, r#"{"hold_after":1}"#)
+}
+
+fn let_go(engine: &Running) {
+    engine.behave(r#"{"hold_after":null}"#);
+}
+
 fn refuses_connections(gateway: &Gateway) {
     gateway.until("no connection is accepted any more", || {
         TcpStream::connect(gateway.addr).is_err()
@@ -34,18 +45,19 @@ fn refuses_connections(gateway: &Gateway) {
 
 #[test]
 fn a_stream_finishes_after_sigterm_and_the_exit_status_is_zero() {
-    let engine = engine(Kind::Vllm, "{}");
-    let mut gateway = over(&engine, "30s");
+    let engine = holding();
+    let mut gateway = over(&engine, AGES);
     assert_eq!(gateway.admin_get("/readyz").status(), 200);
-    let stream = begin_stream(&gateway, &chat(true), r#"{"token_ms":50,"tokens":40}"#);
+    let stream = begin_stream(&gateway, &chat(true), "");
     gateway.terminate();
     refuses_connections(&gateway);
     let ready = gateway.admin_get("/readyz");
     assert_eq!(ready.status(), 503);
     assert!(ready.text().contains("shutting down"), "{}", ready.text());
     assert_eq!(gateway.admin_get("/healthz").status(), 200);
+    let_go(&engine);
     finish_stream(stream);
-    let status = gateway.exited(Duration::from_secs(3)).expect("it ended");
+    let status = gateway.exited(PATIENCE).expect("it ended");
     assert_eq!(status.code(), Some(0));
     let records = await_records(&gateway, 1);
     assert_eq!((records.len(), &records[0]["outcome"]), (1, &"ok".into()));
@@ -54,31 +66,25 @@ fn a_stream_finishes_after_sigterm_and_the_exit_status_is_zero() {
 #[test]
 fn nothing_at_work_means_an_end_at_once_though_clients_keep_connections_open() {
     let engine = engine(Kind::Vllm, "{}");
-    let mut gateway = over(&engine, "30s");
+    let mut gateway = over(&engine, AGES);
     let mut idle = gateway.client();
     idle.post(CHAT, &chat(false), "");
     assert_eq!(idle.answer().status(), 200);
     let unused = Client::new(gateway.addr);
-    let started = Instant::now();
     gateway.terminate();
     let status = gateway.exited(PATIENCE).expect("it ended");
     assert_eq!(status.code(), Some(0));
-    assert!(
-        started.elapsed() < Duration::from_secs(2),
-        "{:?}",
-        started.elapsed()
-    );
     drop(unused);
 }
 
 #[test]
 fn a_request_on_a_connection_that_is_still_open_is_told_that_the_gateway_shuts_down() {
-    let engine = engine(Kind::Vllm, "{}");
-    let mut gateway = over(&engine, "30s");
+    let engine = holding();
+    let mut gateway = over(&engine, AGES);
     let mut kept = gateway.client();
-    kept.post(CHAT, &chat(false), "");
+    kept.post(CHAT, &chat(false), r#"{"tokens":1}"#);
     assert_eq!(kept.answer().status(), 200);
-    let stream = begin_stream(&gateway, &chat(true), r#"{"token_ms":50,"tokens":60}"#);
+    let stream = begin_stream(&gateway, &chat(true), "");
     gateway.terminate();
     refuses_connections(&gateway);
     kept.post(CHAT, &chat(false), "");
@@ -86,8 +92,9 @@ fn a_request_on_a_connection_that_is_still_open_is_told_that_the_gateway_shuts_d
     assert_eq!((answer.status(), &*answer.code()), (503, "shutting_down"));
     assert!(answer.header("retry-after").is_some());
     assert_eq!(answer.header("connection"), Some("close"));
+    let_go(&engine);
     finish_stream(stream);
-    let status = gateway.exited(Duration::from_secs(3)).expect("it ended");
+    let status = gateway.exited(PATIENCE).expect("it ended");
     assert_eq!(status.code(), Some(0));
 }
 
@@ -114,16 +121,13 @@ fn what_is_not_finished_within_the_drain_timeout_is_cut_off_and_recorded() {
     gateway.terminate();
     assert_ne!(cut_off(stream), End::Complete);
     assert!(silent.try_head().is_none());
-    let status = gateway.exited(Duration::from_secs(3)).expect("it ended");
+    let status = gateway.exited(PATIENCE).expect("it ended");
     let took = started.elapsed();
     assert_eq!(status.code(), Some(0));
-    assert!(
-        took >= Duration::from_millis(600) && took < Duration::from_secs(3),
-        "{took:?}"
-    );
+    assert!(took >= Duration::from_millis(600), "{took:?}");
     gateway.await_log("requests cut off");
     assert_eq!(await_records(&gateway, 2).len(), 2);
-    let gone = engine.wait(Duration::from_secs(1), |state| state.open == 0);
+    let gone = engine.wait(CANCEL_MAX, |state| state.open == 0);
     assert!(gone.is_ok(), "the engine was let go");
 }
 
@@ -131,46 +135,41 @@ fn what_is_not_finished_within_the_drain_timeout_is_cut_off_and_recorded() {
 fn a_second_signal_cuts_off_at_once() {
     for second in [Signal::SIGTERM, Signal::SIGINT] {
         let engine = engine(Kind::Vllm, "{}");
-        let mut gateway = over(&engine, "60s");
+        let mut gateway = over(&engine, AGES);
         let stream = begin_stream(&gateway, &chat(true), FOREVER);
         gateway.terminate();
         refuses_connections(&gateway);
         assert!(gateway.exited(Duration::ZERO).is_none());
-        let started = Instant::now();
         signal(&gateway, second);
         assert_ne!(cut_off(stream), End::Complete);
         let status = gateway.exited(PATIENCE).expect("it ended");
         assert_eq!(status.code(), Some(0));
-        assert!(
-            started.elapsed() < Duration::from_secs(2),
-            "{:?}",
-            started.elapsed()
-        );
         assert_eq!(await_records(&gateway, 1).len(), 1);
     }
 }
 
 #[test]
 fn a_reload_during_the_shutdown_harms_nothing() {
-    let engine = engine(Kind::Vllm, "{}");
-    let mut gateway = over(&engine, "30s");
-    let stream = begin_stream(&gateway, &chat(true), r#"{"token_ms":50,"tokens":20}"#);
+    let engine = holding();
+    let mut gateway = over(&engine, AGES);
+    let stream = begin_stream(&gateway, &chat(true), "");
     gateway.terminate();
     refuses_connections(&gateway);
     signal(&gateway, Signal::SIGHUP);
+    let_go(&engine);
     finish_stream(stream);
     assert_eq!(gateway.exited(PATIENCE).unwrap().code(), Some(0));
 }
 
 #[test]
 fn a_request_that_waits_for_a_slot_is_served_within_the_drain() {
-    let engine = engine(Kind::Llamacpp, "{}");
+    let engine = engine(Kind::Llamacpp, r#"{"hold_after":1}"#);
     let setup = Setup::new().top("log: {format: json}").model("fake", "");
     let mut gateway = setup
         .endpoint("llamacpp", &engine.url(), "slots: 1")
         .start();
     gateway.ready("fake", 1);
-    let holds = begin_stream(&gateway, &chat(true), r#"{"token_ms":20,"tokens":20}"#);
+    let holds = begin_stream(&gateway, &chat(true), "");
     let mut waits = gateway.client();
     waits.request(
         "POST",
@@ -183,6 +182,7 @@ fn a_request_that_waits_for_a_slot_is_served_within_the_drain() {
     );
     gateway.queued(1);
     gateway.terminate();
+    let_go(&engine);
     finish_stream(holds);
     assert_eq!(waits.answer().status(), 200);
     assert_eq!(gateway.exited(PATIENCE).unwrap().code(), Some(0));

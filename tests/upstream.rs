@@ -9,10 +9,12 @@ use std::time::{Duration, Instant};
 use fake_engine::process::{Process, beside_this_test};
 use fake_engine::{Kind, Running};
 
-use harness::{End, Gateway, Setup, chat};
+use harness::{CANCEL_MAX, End, Gateway, PATIENCE, Setup, chat};
 use more::{Fading, assert_ok, at_once, begin_stream, calls, chat_of, engine, replica};
 
 const CHAT: &str = "/v1/chat/completions";
+/// Where a short limit is to end a request, the others are 20 s.
+const OTHER_LIMIT_MAX: Duration = Duration::from_secs(15);
 
 /// Sends waves of ten requests, each wave this long after the one before.
 fn waves(gateway: &Gateway, gaps_ms: &[u64]) {
@@ -118,8 +120,9 @@ fn a_host_that_takes_no_connections_costs_the_connect_timeout_and_nothing_else()
         "{}",
         answer.text()
     );
+    // Not the other limit.
     assert!(
-        started.elapsed() < Duration::from_secs(2),
+        started.elapsed() < OTHER_LIMIT_MAX,
         "{:?}",
         started.elapsed()
     );
@@ -189,11 +192,11 @@ fn an_engine_that_is_silent_before_the_first_byte_costs_the_first_byte_timeout()
             answer.text()
         );
         assert!(
-            started.elapsed() < Duration::from_secs(3),
+            started.elapsed() < OTHER_LIMIT_MAX,
             "{:?}",
             started.elapsed()
         );
-        let gone = engine.wait(Duration::from_secs(1), |state| state.open == 0);
+        let gone = engine.wait(CANCEL_MAX, |state| state.open == 0);
         assert!(gone.is_ok(), "the engine was let go");
     }
 }
@@ -212,7 +215,7 @@ fn a_stream_that_falls_silent_costs_the_idle_timeout_and_says_so() {
     let started = Instant::now();
     let answer = gateway.post(CHAT, &chat(true), r#"{"die_after":3,"how":"stall"}"#);
     assert!(
-        started.elapsed() < Duration::from_secs(3),
+        started.elapsed() < OTHER_LIMIT_MAX,
         "{:?}",
         started.elapsed()
     );
@@ -233,12 +236,12 @@ fn a_stream_that_falls_silent_costs_the_idle_timeout_and_says_so() {
 
 #[test]
 fn a_slow_stream_may_last_longer_than_any_single_limit() {
-    let vllm = engine(Kind::Vllm, r#"{"token_ms":100,"tokens":20}"#);
-    let llamacpp = engine(Kind::Llamacpp, r#"{"token_ms":100,"tokens":20}"#);
+    let vllm = engine(Kind::Vllm, r#"{"token_ms":100,"tokens":80}"#);
+    let llamacpp = engine(Kind::Llamacpp, r#"{"token_ms":100,"tokens":80}"#);
     let setup = Setup::new()
-        .limit("connect_timeout", "1s")
-        .limit("first_byte_timeout", "1s")
-        .limit("idle_timeout", "1s");
+        .limit("connect_timeout", "6s")
+        .limit("first_byte_timeout", "6s")
+        .limit("idle_timeout", "6s");
     let gateway = setup
         .model("fake", "")
         .endpoint("vllm", &vllm.url(), "")
@@ -257,14 +260,14 @@ fn a_slow_stream_may_last_longer_than_any_single_limit() {
     for answer in &answers[..2] {
         assert_eq!(answer.data().last().unwrap(), "[DONE]");
     }
-    assert_eq!(answers[2].json()["usage"]["completion_tokens"], 20);
+    assert_eq!(answers[2].json()["usage"]["completion_tokens"], 80);
 }
 
 #[test]
 fn an_engine_that_accepts_and_never_answers_harms_no_other() {
     let (hung, well) = (engine(Kind::Vllm, "{}"), engine(Kind::Vllm, "{}"));
     let setup = Setup::new()
-        .limit("first_byte_timeout", "700ms")
+        .limit("first_byte_timeout", "10s")
         .model("fake", "")
         .endpoint("vllm", &hung.url(), "")
         .endpoint("vllm", &well.url(), "")
@@ -276,16 +279,14 @@ fn an_engine_that_accepts_and_never_answers_harms_no_other() {
     hung.behave(r#"{"hang":true}"#);
     let shared = std::thread::scope(|scope| {
         let shared = scope.spawn(|| at_once(20, |_| gateway.post(CHAT, &chat(false), "")));
-        let caught = hung.wait(Duration::from_secs(5), |state| state.open > 0);
+        let caught = hung.wait(PATIENCE, |state| state.open > 0);
         assert!(caught.is_ok(), "some requests are on the hung engine");
-        let started = Instant::now();
         assert_ok(&at_once(20, |_| {
             gateway.post(CHAT, &chat_of("other", true), "")
         }));
         assert!(
-            started.elapsed() < Duration::from_millis(700),
-            "the other model does not wait for it: {:?}",
-            started.elapsed()
+            hung.state().open > 0,
+            "the other model does not wait for it"
         );
         shared.join().unwrap()
     });
@@ -388,7 +389,7 @@ fn four_hundred_streams_at_once_go_through_and_none_waits_for_another() {
         .collect();
     assert_eq!(engine.state().unwrap().open_streams, 400);
     drop(streams);
-    let gone = engine.wait(Duration::from_secs(3), |state| state.open == 0);
+    let gone = engine.wait(PATIENCE, |state| state.open == 0);
     assert!(gone.is_ok(), "{:?}", gone.map(|state| state.open));
     gateway.counters_are_zero();
 }
