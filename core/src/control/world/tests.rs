@@ -211,8 +211,8 @@ fn a_card_that_moved_to_another_node_is_of_the_one_that_speaks_and_free_once_nob
         let snapshot = of(nodes);
         ["a", "b"].map(|id| {
             let gpus = snapshot.nodes[id].gpus.iter();
-            let shown = gpus.map(|gpu| (gpu.uuid.clone(), gpu.used_by.clone()));
-            shown.filter(|(uuid, _)| uuid == "GPU-0a-a").last()
+            let mut shown = gpus.map(|gpu| (gpu.uuid.clone(), gpu.used_by.clone()));
+            shown.find(|(uuid, _)| uuid == "GPU-0a-a")
         })
     };
     let of_user = |user: &str| Some(("GPU-0a-a".to_owned(), Some(user.to_owned())));
