@@ -287,7 +287,9 @@ fn an_interactive_flood_leaves_batch_its_floor() {
     all_answered(clients);
     let order = order(&engine.state());
     // It had nothing of the last 10 s; with one request it has more than its 2 %, and the flood goes on.
-    assert_eq!(positions(&order, "batch"), [1, 32], "{order:?}");
+    // A machine so slow that the 10 s are over sooner ends in between.
+    let batch = positions(&order, "batch");
+    assert!(batch[0] == 1 && batch[1] > 20, "{order:?}");
 }
 
 #[test]
@@ -386,7 +388,7 @@ fn the_debug_headers_say_the_band_how_long_a_request_waited_and_behind_how_many(
 #[test]
 fn a_stream_that_waits_gets_comments_then_its_answer_or_its_refusal_as_an_event() {
     let engine = engine(Kind::Vllm, "{}");
-    let setup = with_bands(&[("quick", 10, 700), ("patient", 10, 600_000)]);
+    let setup = with_bands(&[("quick", 10, 5_000), ("patient", 10, 600_000)]);
     let setup = setup.top("log: {format: json}");
     let gateway = over(setup.limit("keepalive", "100ms"), &engine);
     let of = |mark, band| Ask {

@@ -24,7 +24,7 @@ use nix::unistd::Pid;
 
 use dice::Dice;
 use fleet::net::{self, Net};
-use fleet::{Fleet, Plan, Program, SERVER};
+use fleet::{Fleet, PATIENT, Plan, Program, SERVER};
 use harness::{Answer, Client, chat};
 use watch::{Watch, running};
 
@@ -266,6 +266,8 @@ impl Chaos {
             self.start_agent();
         }
         self.start_server();
+        // What is silent for a moment from here on is no disturbance.
+        self.fleet.set_timing(PATIENT);
         self.fleet.until("all nodes are connected", |fleet| {
             let is_there = |node: &&str| matches!(&*fleet.node_state(node), "ready" | "draining");
             NODES.iter().all(is_there)

@@ -237,7 +237,7 @@ fn a_hanging_nvidia_smi_is_killed_and_the_rest_of_the_node_is_there() {
         "--nvidia-smi",
         &nvidia_smi,
         "--deadline",
-        "1s",
+        "8s",
     ];
     let found = json(&arguments);
     assert_eq!(found["gpus"]["driver"], "unresponsive");

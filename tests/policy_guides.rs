@@ -5,6 +5,8 @@
 
 #[path = "harness/guide.rs"]
 mod guide;
+#[path = "harness/net.rs"]
+mod net;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -18,7 +20,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 /// How long the server may take to do what a guide says it does.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The addresses that guides use; the tests put free ones in their place.
 const CLIENTS: &str = "127.0.0.1:8080";
@@ -108,8 +110,7 @@ fn follow(name: &str, engine: Option<SocketAddr>) {
 
 /// An address that was free a moment ago.
 fn free_address() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().to_string()
+    format!("127.0.0.1:{}", net::free_ports(1))
 }
 
 impl Place for Reader {

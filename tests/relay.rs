@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 /// How much the gateway may grow for streams that nobody reads.
 const GROWTH_MAX_KIB: u64 = 16 * 1024;
 /// How long one request may take beside streams that take all they can get.
-const BESIDE_A_FLOOD_MAX: Duration = Duration::from_secs(2);
+const BESIDE_A_FLOOD_MAX: Duration = Duration::from_secs(20);
 
 fn one(kind: Kind, engine_name: &str) -> (Running, Gateway) {
     let engine = start(Options::new(kind)).unwrap();
@@ -194,7 +194,7 @@ fn streams_that_take_all_they_can_get_do_not_starve_the_others() {
 fn stuck_at(engine: &Running) -> u64 {
     let (mut tokens, mut since) = (engine.state().tokens, Instant::now());
     let deadline = Instant::now() + PATIENCE;
-    while since.elapsed() < Duration::from_millis(500) {
+    while since.elapsed() < Duration::from_secs(3) {
         assert!(Instant::now() < deadline, "the engine sends on: {tokens}");
         std::thread::sleep(Duration::from_millis(10));
         let now = engine.state().tokens;

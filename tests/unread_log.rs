@@ -1,8 +1,10 @@
 //! A log that nobody reads: lines are lost, requests are not.
 
 mod harness;
+#[path = "harness/net.rs"]
+mod net;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,8 +17,7 @@ use nix::unistd::Pid;
 const REQUESTS: usize = 300;
 
 fn free_address() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap()
+    SocketAddr::from((Ipv4Addr::LOCALHOST, net::free_ports(1)))
 }
 
 #[test]

@@ -301,6 +301,8 @@ impl<S: Read + Write> Client<S> {
                 self.ended = Some(End::Reset);
             }
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => self.ended = Some(End::Cut),
+            // The test was stopped, and goes on.
+            Err(error) if error.kind() == ErrorKind::Interrupted => return self.fill(),
             Err(error) => panic!("nothing came from the gateway: {error}"),
         }
         false

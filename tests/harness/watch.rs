@@ -10,8 +10,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const LOOK_EVERY: Duration = Duration::from_millis(30);
-/// A record comes before its process and goes after it; so long a disk may take to show that.
-const UNRECORDED_MAX: Duration = Duration::from_secs(5);
+/// A record comes before its process and goes after it; so long a disk, or a machine that stalls, may take to show that.
+const UNRECORDED_MAX: Duration = Duration::from_secs(30);
 
 /// A process of an engine, as it tells itself.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

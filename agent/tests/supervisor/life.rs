@@ -35,7 +35,7 @@ fn descriptors(pid: u32) -> Vec<(String, PathBuf)> {
 async fn an_engine_is_loading_until_it_says_that_it_is_ready() {
     let mut node = Node::start().await;
     node.supervisor
-        .start_shard(engine(SHARD, &["--load-ms", "300"]));
+        .start_shard(engine(SHARD, &["--load-ms", "3000"]));
     let loading = |status: &llmgw_proto::shard::ShardStatus| {
         status.state == ShardState::Loading && status.reason == "/health answers 503"
     };
@@ -141,12 +141,12 @@ async fn an_engine_that_crashes_at_the_end_of_loading_fails() {
 async fn an_engine_that_is_not_ready_in_time_fails_and_is_gone() {
     let mut node = Node::start().await;
     let mut spec = engine(SHARD, &["--load-ms", "600000"]);
-    spec.readiness.start_deadline_ms = 300;
+    spec.readiness.start_deadline_ms = 5_000;
     node.supervisor.start_shard(spec);
     let failed = node
         .until(SHARD, |status| status.state == ShardState::Failed)
         .await;
-    let reason = "start_deadline: it was not ready within 300 ms; at last: /health answers 503";
+    let reason = "start_deadline: it was not ready within 5000 ms; at last: /health answers 503";
     assert_eq!(failed.reason, reason);
     assert_eq!(node.processes(SHARD), [0_u32; 0]);
 }

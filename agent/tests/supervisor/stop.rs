@@ -11,7 +11,7 @@ use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{Node, PROC, engine, eventually, script, silent, state_dir};
+use crate::harness::{Node, PATIENCE, PROC, engine, eventually, script, silent, state_dir};
 
 const SHARD: &str = "m/0/0";
 const NOBODY: [u32; 0] = [];
@@ -204,7 +204,7 @@ async fn a_shard_is_not_over_before_the_memory_of_its_gpus_has_fallen() {
 }
 
 #[tokio::test]
-async fn a_shutdown_leaves_engines_running_in_less_than_two_seconds_or_stops_them() {
+async fn a_shutdown_leaves_engines_running_without_waiting_for_them_or_stops_them() {
     let mut node = Node::start().await;
     for shard in [SHARD, "m/1/0"] {
         node.supervisor.start_shard(engine(shard, &[]));
@@ -215,7 +215,7 @@ async fn a_shutdown_leaves_engines_running_in_less_than_two_seconds_or_stops_the
     node.until_state("m/2/0", ShardState::Loading).await;
     let asked = Instant::now();
     node.supervisor.shutdown(false).await;
-    assert!(asked.elapsed() < Duration::from_secs(2));
+    assert!(asked.elapsed() < PATIENCE / 2);
     for shard in [SHARD, "m/1/0", "m/2/0"] {
         assert_eq!(node.processes(shard).len(), 1);
     }

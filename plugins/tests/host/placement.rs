@@ -163,7 +163,7 @@ fn a_decision_has_one_budget_for_all_its_calls() {
         "nothing is left"
     );
     assert!(
-        start.elapsed() < Duration::from_secs(10),
+        start.elapsed() < Duration::from_secs(60),
         "{:?}",
         start.elapsed()
     );

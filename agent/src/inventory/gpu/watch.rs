@@ -307,11 +307,9 @@ mod tests {
         let Probed::Answered(gpus) = answer("h100-sxm-1x-load") else {
             unreachable!()
         };
-        // The first probe answers, all others end without an answer.
+        // A probe answers until it is told to end without an answer.
         let directory = scripts.path().display();
-        let script = format!(
-            "if [ -e {directory}/once ]; then exit 1; fi; touch {directory}/once; cat {directory}/answer"
-        );
+        let script = format!("if [ -e {directory}/fail ]; then exit 1; fi; cat {directory}/answer");
         let answer = serde_json::to_string(&gpus).unwrap();
         std::fs::write(scripts.path().join("answer"), answer).unwrap();
         let sources = GpuSources {
@@ -326,8 +324,14 @@ mod tests {
         assert!(seen.devices[0].has(HealthCode::MemoryHeld));
         assert_eq!(seen.driver, DriverState::Answering);
         // Now one fails: what was known stays, and is stale.
-        probes.next().await;
-        let seen = watch.latest(&|_| false).unwrap();
+        std::fs::write(scripts.path().join("fail"), "").unwrap();
+        let seen = loop {
+            probes.next().await;
+            let seen = watch.latest(&|_| false).unwrap();
+            if seen.driver != DriverState::Answering {
+                break seen;
+            }
+        };
         assert_eq!(seen.driver, DriverState::Failing);
         assert!(matches!(seen.devices[0].uuid, Reading::Stale { .. }));
     }

@@ -157,8 +157,8 @@ fn a_thousand_nodes_are_decided_about_the_same_way_each_time_and_soon() {
     for model in snapshot.models.keys() {
         let begin = Instant::now();
         let decision = placed(&snapshot, model);
-        // Generous: the build is not optimised and the machine may be busy.
-        assert!(begin.elapsed() < Duration::from_secs(5));
+        // Generous: the build is not optimised, and the machine may be busy or stall.
+        assert!(begin.elapsed() < Duration::from_secs(60));
         check(&snapshot, &decision);
         assert!(decision.placed(), "{model}");
         assert_eq!(decision, placed(&generate(2026, 1000), model));

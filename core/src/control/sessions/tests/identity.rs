@@ -647,7 +647,7 @@ async fn a_certificate_that_became_known_after_the_handshake_is_in_the_table() {
 async fn silent_clients_stop_nobody_and_are_cut_after_the_patience() {
     let mut guarded = Guarded::with(SessionsOptions {
         require_identity: true,
-        patience: std::time::Duration::from_secs(3),
+        patience: std::time::Duration::from_secs(10),
         ..quiet()
     })
     .await;
