@@ -243,10 +243,7 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
         );
     }
     let models_dir = models_dir(&setup.config)?;
-    std::fs::create_dir_all(&setup.state).map_err(|source| DaemonError::State {
-        path: setup.state.clone(),
-        source,
-    })?;
+    let state_dir = state_dir(&setup.state)?;
     let starting = async {
         let node = Node::start(&setup.config)
             .await
@@ -273,7 +270,13 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
         let enrolled = enrolled(&setup, &supervisor, &mut stop).await;
         is_asked = enrolled.inspect_err(|_| looks.abort())?;
     }
-    let session = Arc::new(session(&setup, models_dir, node, supervisor.clone()));
+    let session = Arc::new(session(
+        &setup,
+        models_dir,
+        state_dir,
+        node,
+        supervisor.clone(),
+    ));
     let leave = CancellationToken::new();
     let held = {
         let (session, leave) = (session.clone(), leave.clone());
@@ -364,6 +367,7 @@ fn session(
         advertise: setup.config.advertise,
         ports: setup.config.ports.unwrap_or(PORTS_DEFAULT),
         engines: setup.config.engines.keys().cloned().collect(),
+    state_dir: String,
         models_dir,
         keep_alive: KEEP_ALIVE,
         patience: PATIENCE,
@@ -376,6 +380,7 @@ fn session(
 /// As the server is told it. That nothing is there is no reason not to start: it may be mounted later.
 fn models_dir(config: &AgentConfig) -> Result<Option<String>, DaemonError> {
     let Some(named) = &config.models_dir else {
+        state_dir,
         return Ok(None);
     };
     let absolute = std::path::absolute(named)
@@ -384,6 +389,16 @@ fn models_dir(config: &AgentConfig) -> Result<Option<String>, DaemonError> {
         tracing::warn!("models_dir `{}` is no directory now", absolute.display());
     }
     match absolute.into_os_string().into_string() {
+/// Makes it where it is not there, and names it as every agent on it does: the server tells by it who is the same one.
+fn state_dir(state: &Path) -> Result<String, DaemonError> {
+    let made = std::fs::create_dir_all(state).and_then(|()| std::fs::canonicalize(state));
+    let absolute = made.map_err(|source| DaemonError::State {
+        path: state.to_owned(),
+        source,
+    })?;
+    Ok(absolute.to_string_lossy().into_owned())
+}
+
         Ok(text) => Ok(Some(text)),
         Err(path) => Err(DaemonError::Usage(format!(
             "models_dir `{}` is not UTF-8, and the server can't name it; choose another directory",
@@ -430,3 +445,6 @@ impl fmt::Display for DaemonError {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

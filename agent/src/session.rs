@@ -100,6 +100,8 @@ pub struct SessionOptions {
     pub engines: Vec<String>,
     /// Absolute: where a source that is a relative path lies.
     pub models_dir: Option<String>,
+    /// Absolute: what tells this agent from another one of its machine.
+    pub state_dir: String,
     pub keep_alive: KeepAlive,
     /// For each step of an attempt: the connection, the session, the welcome.
     pub patience: Duration,

@@ -16,7 +16,8 @@ use crate::session::{DrainNode, Refusal};
 use crate::wire;
 use crate::wire::error::{WireError, WireProblem};
 use crate::wire::shape::{
-    GPUS_MAX, HEALTH_FLAGS_MAX, MESSAGE_MAX_BYTES, NAME_MAX_BYTES, SENTENCE_MAX_BYTES, Shaped,
+    GPUS_MAX, HEALTH_FLAGS_MAX, MESSAGE_MAX_BYTES, NAME_MAX_BYTES, PATH_MAX_BYTES,
+    SENTENCE_MAX_BYTES, Shaped,
 };
 
 pub(crate) mod enrolment;
@@ -263,6 +264,7 @@ fn register_out(register: &Register) -> wire::Register {
         }),
         engines: register.engines.clone(),
         models_dir: register.models_dir.clone(),
+        state_dir: cut(&register.state_dir, PATH_MAX_BYTES).to_owned(),
         draining: register.draining,
         inventory: inventory::out(&register.inventory),
         shards: register
@@ -295,6 +297,7 @@ fn register_in(register: wire::Register) -> Result<Register> {
             .map_err(within("ports"))?,
         engines: register.engines,
         models_dir: register.models_dir.filter(|dir| !dir.is_empty()),
+        state_dir: register.state_dir,
         draining: register.draining,
         inventory: inventory::taken(register.inventory),
     })

@@ -55,6 +55,8 @@ pub struct Register {
     pub engines: Vec<String>,
     /// The directory that a source which is a relative path lies in, as an absolute path. None: it has none.
     pub models_dir: Option<String>,
+    /// Where the agent keeps what survives a restart, as an absolute path: no two agents of a machine share one. Empty: not known.
+    pub state_dir: String,
     /// An operator takes it out of use. The agent keeps that, the server does not.
     pub draining: bool,
     pub inventory: Told,

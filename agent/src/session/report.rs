@@ -46,6 +46,7 @@ impl Session {
             ports: options.ports,
             engines: options.engines.clone(),
             models_dir: options.models_dir.clone(),
+            state_dir: options.state_dir.clone(),
             draining: self.drains(),
             inventory: ToldInventory::Inventory(inventory),
             shards: shards

@@ -290,6 +290,7 @@ fn session(address: SocketAddr, node: &Arc<Node>, keep_alive: KeepAlive) -> Arc<
         },
         engines: vec!["llamacpp".to_owned()],
         models_dir: Some("/models".to_owned()),
+        state_dir: "/state".to_owned(),
         keep_alive,
         patience: PATIENCE,
     };
@@ -375,6 +376,7 @@ async fn every_connect_registers_the_whole_inventory_and_all_that_runs() {
     assert_eq!(register.node, "gpu-01");
     assert_eq!(register.advertise, "127.0.0.1");
     assert_eq!(register.models_dir.as_deref(), Some("/models"));
+    assert_eq!(register.state_dir, "/state");
     assert_eq!(register.inventory().unwrap(), &node.latest());
     assert!(register.shards.is_empty());
     node.runs("m/0/0", ShardState::Ready);

@@ -64,6 +64,8 @@ pub struct ObservedNode {
     pub engines: Vec<String>,
     /// Where a source that is a relative path lies. None: nowhere.
     pub models_dir: Option<String>,
+    /// Which of its machine's agents spoke last. Empty: it did not say.
+    pub state_dir: String,
     pub labels: BTreeMap<String, String>,
     /// As registered, with the GPUs' health and use of the last heartbeat.
     pub inventory: Result<Arc<Inventory>, String>,

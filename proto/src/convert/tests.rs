@@ -206,6 +206,7 @@ impl Draws {
                 },
                 engines: self.list(4, Draws::text),
                 models_dir: self.maybe(Draws::text),
+                state_dir: self.text(),
                 draining: self.bool(),
                 inventory: self.inventory(),
                 shards: self.list(4, |draws| draws.report(true)),
@@ -289,6 +290,7 @@ fn register() -> Register {
         ports: PortRange { first: 1, last: 2 },
         engines: Vec::new(),
         models_dir: None,
+        state_dir: String::new(),
         draining: false,
         inventory: Told::Inventory(Arc::new(inventory())),
         shards: Vec::new(),
@@ -439,7 +441,11 @@ fn what_is_missing_or_out_of_range_is_named_by_its_path() {
 
 #[test]
 fn what_is_too_long_or_too_many_is_found_before_it_is_decoded() {
-    let table: [(Change, &str); 6] = [
+    let table: [(Change, &str); 7] = [
+        (
+            |r| r.state_dir = "x".repeat(1_025),
+            "`register.state_dir` is longer than 1024 bytes",
+        ),
         (
             |r| r.models_dir = Some("x".repeat(1_025)),
             "`register.models_dir` is longer than 1024 bytes",

@@ -19,7 +19,7 @@ pub const SENTENCE_MAX_BYTES: usize = 4 << 10;
 const SHARDS_MAX: usize = crate::session::SHARDS_MAX;
 /// A name or an id.
 pub const NAME_MAX_BYTES: usize = 256;
-const PATH_MAX_BYTES: usize = 1_024;
+pub const PATH_MAX_BYTES: usize = 1_024;
 const ARGUMENT_MAX_BYTES: usize = 32 << 10;
 const ARGUMENTS_MAX: usize = 512;
 const VARIABLES_MAX: usize = 256;
@@ -112,6 +112,7 @@ const REGISTER: Shape = Shape(&[
     one(9, "inventory", &INVENTORY),
     many(10, "shards", SHARDS_MAX, &SHARD_REPORT),
     text(11, "models_dir", PATH_MAX_BYTES),
+    text(12, "state_dir", PATH_MAX_BYTES),
 ]);
 
 const INVENTORY: Shape = Shape(&[

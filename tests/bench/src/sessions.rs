@@ -286,6 +286,7 @@ impl Agent {
             },
             engines: vec!["vllm".to_owned()],
             models_dir: None,
+            state_dir: String::new(),
             draining: false,
             inventory: Told::Inventory(self.inventory.clone()),
             shards: self.shards.clone(),

@@ -184,16 +184,21 @@ impl NodeTable {
                 refuse(RefusalCode::Full, &message, node)
             });
         };
-        // Both could take the node from each other for ever. A machine that was started again is let in once its old session is dead.
-        // One that does not say which it is may be any.
-        let other_machine = !known.machine.is_empty() && known.machine != register.machine;
-        (known.session.is_some() && other_machine).then(|| {
-            let message = format!(
-                "another machine is connected as `{node}` (last heard {} ms ago): give each machine a node id of its own",
-                self.observed.now_ms - known.last_heard_ms
-            );
-            refuse(RefusalCode::NodeTaken, &message, node)
-        })
+        known.session?;
+        let heard = format!(
+            "last heard {} ms ago",
+            self.observed.now_ms - known.last_heard_ms
+        );
+        let message = match other(known, register)? {
+            Other::Machine => format!(
+                "another machine is connected as `{node}` ({heard}): give each machine a node id of its own"
+            ),
+            Other::Agent => format!(
+                "another agent of this machine is connected as `{node}` ({heard}), with the state directory `{}`: stop that one, or give this one, with `{}`, another `node`",
+                known.state_dir, register.state_dir
+            ),
+        };
+        Some(refuse(RefusalCode::NodeTaken, &message, node))
     }
 
     /// The node that this session speaks for, heard just now.
@@ -318,6 +323,29 @@ impl NodeTable {
     }
 }
 
+/// Who claims a node that somebody else speaks for. Both could take it from each other for ever, and what the first one runs would count as gone.
+enum Other {
+    Machine,
+    /// Of the same machine.
+    Agent,
+}
+
+/// None: it is the agent that was known, perhaps started again. A machine that was started again is let in once its old session is dead.
+fn other(known: &ObservedNode, register: &Register) -> Option<Other> {
+    // One that does not say which it is may be any machine. An agent that does not is an older one, of this state directory as likely as not.
+    let is_other_agent = || {
+        let said = !known.state_dir.is_empty() && !register.state_dir.is_empty();
+        said && known.state_dir != register.state_dir
+    };
+    match () {
+        () if !known.machine.is_empty() && known.machine != register.machine => {
+            Some(Other::Machine)
+        }
+        () if is_other_agent() => Some(Other::Agent),
+        () => None,
+    }
+}
+
 impl Change {
     /// Those who look at [`Observed`] see it there.
     fn is_seen(&self) -> bool {
@@ -356,6 +384,7 @@ fn registered(session: SessionId, register: Register, now_ms: u64) -> ObservedNo
         ports: register.ports,
         engines: register.engines,
         models_dir: register.models_dir,
+        state_dir: register.state_dir,
         labels: labels.unwrap_or_default(),
         inventory,
         shards,

@@ -85,6 +85,7 @@ fn register(node: &str) -> Register {
         },
         engines: vec!["llamacpp".to_owned()],
         models_dir: Some("/models".to_owned()),
+        state_dir: "/state".to_owned(),
         draining: false,
         inventory: Told::Unreadable("not told".to_owned()),
         shards: Vec::new(),
@@ -291,24 +292,22 @@ fn a_session_that_is_older_never_takes_the_node_back_also_after_the_newer_one_en
 
 #[test]
 fn who_may_take_a_node_that_is_connected() {
-    // Run and machine of the newer one, and whether it gets the node.
+    // Run, machine and state directory of the newer one, and whether it gets the node.
     let table = [
-        ("n1-run", "n1-boot", true, "the same agent again"),
-        ("other", "n1-boot", true, "an agent that was restarted"),
-        ("other", "other", false, "another machine"),
-        (
-            "other",
-            "",
-            false,
-            "one that does not say which machine it is",
-        ),
+        ("n1-run", "n1-boot", "/state", true, "the same agent again"),
+        ("other", "n1-boot", "/state", true, "one that was restarted"),
+        ("other", "n1-boot", "", true, "an older one"),
+        ("other", "n1-boot", "/other", false, "another agent"),
+        ("other", "other", "/state", false, "another machine"),
+        ("other", "", "/state", false, "one of no known machine"),
     ];
-    for (run, machine, gets_it, what) in table {
+    for (run, machine, state_dir, gets_it, what) in table {
         let mut heard = Heard::new();
         heard.join("n1", 1);
         let newer = Register {
             run: run.to_owned(),
             machine: machine.to_owned(),
+            state_dir: state_dir.to_owned(),
             ..register("n1")
         };
         let changes = heard.apply(registered(newer.clone(), 2));
@@ -327,6 +326,38 @@ fn who_may_take_a_node_that_is_connected() {
         let changes = heard.apply(registered(newer, 3));
         assert_eq!(joins(&changes), [(3, false)], "{what}");
     }
+}
+
+#[test]
+fn an_older_agent_that_is_replaced_by_a_newer_release_gives_its_node_at_once() {
+    let mut heard = Heard::new();
+    let older = Register {
+        state_dir: String::new(),
+        ..register("n1")
+    };
+    heard.apply(registered(older, 1));
+    let changes = heard.join("n1", 2);
+    assert_eq!(refusals(&changes), [(1, RefusalCode::Superseded)]);
+    assert_eq!(joins(&changes), [(2, false)]);
+}
+
+#[test]
+fn a_second_agent_of_a_machine_is_told_who_speaks_for_its_node_and_what_to_do() {
+    let mut heard = Heard::new();
+    heard.join("n1", 1);
+    let second = Register {
+        state_dir: "/other".to_owned(),
+        ..register("n1")
+    };
+    let said = heard.apply(registered(second, 2));
+    let [Change::Refused { refusal, .. }] = said.as_slice() else {
+        panic!("{said:?}");
+    };
+    assert_eq!(
+        refusal.message,
+        "another agent of this machine is connected as `n1` (last heard 0 ms ago), with the state directory `/state`: \
+         stop that one, or give this one, with `/other`, another `node`"
+    );
 }
 
 #[test]

@@ -183,6 +183,7 @@ fn register(node: &str) -> AgentMessage {
         },
         engines: Vec::new(),
         models_dir: None,
+        state_dir: String::new(),
         draining: false,
         inventory: Told::Unreadable(String::new()),
         shards: Vec::new(),

@@ -105,6 +105,7 @@ pub(crate) fn node(id: &str, session: u64) -> Arc<ObservedNode> {
         },
         engines: ["llamacpp", "vllm", "sglang"].map(str::to_owned).to_vec(),
         models_dir: Some("/models".to_owned()),
+        state_dir: String::new(),
         labels: inventory.labels.clone(),
         inventory: Ok(Arc::new(inventory)),
         shards: std::collections::BTreeMap::new(),

@@ -167,6 +167,7 @@ impl Fleet {
             ports: known.ports,
             engines: known.engines.clone(),
             models_dir: known.models_dir.clone(),
+            state_dir: known.state_dir.clone(),
             draining: agent.draining,
             inventory: Told::Inventory(known.inventory.clone().expect("it is readable")),
             shards: agent
