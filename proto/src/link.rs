@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http::{Request, Response, Uri};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, Request, Response, StatusCode, Uri};
 use hyper::body::Incoming;
 use hyper::client::conn::http2::SendRequest;
 use hyper::rt::Executor;
@@ -27,6 +28,7 @@ use tonic::{Code, Status, async_trait};
 
 use crate::convert::{Framed, Words, enrolment};
 use crate::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
+use crate::identity::opening::{FirstAnswer, Noted};
 use crate::session::{AgentMessage, ServerMessage};
 use crate::wire;
 use crate::wire::error::WireError;
@@ -45,6 +47,11 @@ const STREAM_WINDOW_BYTES: u32 = 256 << 10;
 const CONNECTION_WINDOW_BYTES: u32 = 512 << 10;
 /// What may wait for a peer that does not read, beside the queue of messages.
 const SEND_BUFFER_MAX_BYTES: usize = 64 << 10;
+
+const NOT_AGENTS_PORT: &str =
+    "that is not the agents' port of a llmgw server (`agents.listen`, 8443 if left out)";
+const PERHAPS_NOT_AGENTS_PORT: &str =
+    "is that the agents' port of a llmgw server (`agents.listen`, 8443 if left out)?";
 
 /// How a dead connection is found out: an HTTP/2 ping each `interval`, answered within `timeout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,7 +134,15 @@ where
 
 /// Why a connection could not be made or did not last.
 #[derive(Debug)]
-pub struct LinkError(String);
+pub struct LinkError {
+    text: String,
+    /// What the other side said first was TLS, on a socket without it.
+    pub met_tls: bool,
+}
+
+/// An answer of a server that speaks HTTP/2 and not gRPC, such as the one that clients use.
+#[derive(Debug)]
+struct NotGrpc(StatusCode);
 
 /// Opens a session on a socket. What `outgoing` yields goes up; its end says that nothing more will be said.
 ///
@@ -141,11 +156,11 @@ pub async fn dial<S>(
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let (mut client, dialled) = client(socket, keep_alive).await?;
+    let (mut client, dialled, first) = client(socket, keep_alive).await?;
     let heard = client
         .session(Outgoing(outgoing))
         .await
-        .map_err(|status| LinkError(with_hint(told(&status))))?;
+        .map_err(|status| LinkError::met(&told(&status), &first))?;
     Ok((Hearing(heard.into_inner()), dialled))
 }
 
@@ -161,21 +176,22 @@ pub async fn enrol<S>(
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let (mut client, _dialled) = client(socket, keep_alive).await?;
+    let (mut client, _dialled, first) = client(socket, keep_alive).await?;
     let answer = client
         .enroll(enrolment::request_out(request))
         .await
-        .map_err(|status| LinkError(with_hint(told(&status))))?;
-    enrolment::answer_in(answer.into_inner()).map_err(|error| LinkError(error.to_string()))
+        .map_err(|status| LinkError::met(&told(&status), &first))?;
+    enrolment::answer_in(answer.into_inner()).map_err(|error| LinkError::of(error.to_string()))
 }
 
 async fn client<S>(
     socket: S,
     keep_alive: KeepAlive,
-) -> Result<(FleetClient<Requests>, Dialled), LinkError>
+) -> Result<(FleetClient<Requests>, Dialled, FirstAnswer), LinkError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
+    let (socket, first) = Noted::new(socket);
     let tasks = Tasks::default();
     let (requests, connection) = hyper::client::conn::http2::Builder::new(tasks.clone())
         .timer(TokioTimer::new())
@@ -188,7 +204,7 @@ where
         .max_header_list_size(HEADERS_MAX_BYTES)
         .handshake(TokioIo::new(socket))
         .await
-        .map_err(|error| LinkError(chain(&error)))?;
+        .map_err(|error| LinkError::met(&chain(&error), &first))?;
     // Its end is the end of what is heard.
     tasks.execute(async move {
         let _ = connection.await;
@@ -196,7 +212,7 @@ where
     let client = FleetClient::with_origin(Requests(requests), Uri::from_static("http://fleet"))
         .max_decoding_message_size(MESSAGE_MAX_BYTES)
         .max_encoding_message_size(MESSAGE_MAX_BYTES);
-    Ok((client, Dialled(tasks)))
+    Ok((client, Dialled(tasks), first))
 }
 
 /// Serves a socket until its connection ends. Dropped, it cuts it.
@@ -220,7 +236,7 @@ where
         .max_header_list_size(HEADERS_MAX_BYTES)
         .serve_connection(TokioIo::new(socket), TowerToHyperService::new(methods))
         .await
-        .map_err(|error| LinkError(chain(&error)))
+        .map_err(|error| LinkError::of(chain(&error)))
 }
 
 impl Spoken for AgentMessage {}
@@ -252,28 +268,62 @@ impl Drop for Dialled {
     }
 }
 
-/// What is probably meant by an address at which nobody speaks gRPC.
-fn with_hint(text: String) -> String {
-    match text.ends_with("connection closed") {
-        true => format!("{text} (is that the agents' address of a llmgw server?)"),
-        false => text,
+impl LinkError {
+    fn of(text: String) -> LinkError {
+        LinkError {
+            text,
+            met_tls: false,
+        }
+    }
+
+    /// With what is meant by the answer, or the lack of one, at a port where nobody speaks gRPC. How a connection ends there is a matter of chance.
+    fn met(text: &str, first: &FirstAnswer) -> LinkError {
+        let is_cut = ["connection closed", "broken pipe", "connection reset"];
+        let text = match () {
+            () if first.is_text() => {
+                format!("{NOT_AGENTS_PORT}: it speaks no HTTP/2 ({text})")
+            }
+            () if first.is_nothing() && is_cut.iter().any(|end| text.contains(end)) => {
+                format!("{text}; {PERHAPS_NOT_AGENTS_PORT}")
+            }
+            () => text.to_owned(),
+        };
+        LinkError {
+            text,
+            met_tls: first.is_tls(),
+        }
     }
 }
+
+/// Whether an answer is one of gRPC, also where it refuses.
+fn is_grpc(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
+}
+
+type RequestError = Box<dyn Error + Send + Sync>;
 
 /// hyper's sender, as gRPC's client wants it.
 struct Requests(SendRequest<tonic::body::Body>);
 
 impl tonic::codegen::Service<Request<tonic::body::Body>> for Requests {
     type Response = Response<Incoming>;
-    type Error = hyper::Error;
-    type Future = Pin<Box<dyn Future<Output = hyper::Result<Self::Response>> + Send>>;
+    type Error = RequestError;
+    type Future = BoxFuture<Self::Response, RequestError>;
 
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<hyper::Result<()>> {
-        self.0.poll_ready(context)
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), RequestError>> {
+        self.0.poll_ready(context).map_err(RequestError::from)
     }
 
     fn call(&mut self, request: Request<tonic::body::Body>) -> Self::Future {
-        Box::pin(self.0.send_request(request))
+        let answer = self.0.send_request(request);
+        Box::pin(async move {
+            let answer = answer.await?;
+            match is_grpc(answer.headers()) {
+                true => Ok(answer),
+                false => Err(NotGrpc(answer.status()).into()),
+            }
+        })
     }
 }
 
@@ -407,11 +457,23 @@ fn without_address(text: &str) -> &str {
 
 impl fmt::Display for LinkError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.text)
     }
 }
 
 impl Error for LinkError {}
+
+impl fmt::Display for NotGrpc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{NOT_AGENTS_PORT}: it answered with status {} and speaks no gRPC",
+            self.0.as_u16()
+        )
+    }
+}
+
+impl Error for NotGrpc {}
 
 #[cfg(test)]
 mod tests;

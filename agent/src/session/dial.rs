@@ -8,7 +8,6 @@ use std::time::Duration;
 use llmgw_proto::convert::Framed;
 use llmgw_proto::identity::Fingerprint;
 use llmgw_proto::identity::dialling::{Trust, connect};
-use llmgw_proto::identity::opening::{FirstAnswer, Noted};
 use llmgw_proto::link::{self, Dialled, Hearing};
 use llmgw_proto::session::{AgentMessage, ServerMessage, SessionId};
 use tokio::net::TcpStream;
@@ -114,7 +113,7 @@ async fn credentials(session: &Session) -> Result<Option<Credentials>, Ended> {
 
 /// A socket on which a session can be opened.
 enum Line {
-    Plain(Noted<Listened<TcpStream>>, FirstAnswer),
+    Plain(Listened<TcpStream>),
     Tls(Box<TlsStream<Listened<TcpStream>>>),
 }
 
@@ -125,8 +124,7 @@ impl Line {
         credentials: Option<&Credentials>,
     ) -> Result<Line, Ended> {
         let Some(credentials) = credentials else {
-            let (socket, first) = Noted::new(socket);
-            return Ok(Line::Plain(socket, first));
+            return Ok(Line::Plain(socket));
         };
         let trust = Trust::Authorities(credentials.authorities.clone());
         let host = &options.server.host;
@@ -147,13 +145,11 @@ impl Line {
         outgoing: mpsc::Receiver<Framed<AgentMessage>>,
     ) -> Result<(Hearing<ServerMessage>, Dialled), Ended> {
         let keep_alive = options.keep_alive;
-        let (dialled, first) = match self {
-            Line::Plain(socket, first) => {
-                (link::dial(socket, keep_alive, outgoing).await, Some(first))
-            }
-            Line::Tls(socket) => (link::dial(*socket, keep_alive, outgoing).await, None),
+        let dialled = match self {
+            Line::Plain(socket) => link::dial(socket, keep_alive, outgoing).await,
+            Line::Tls(socket) => link::dial(*socket, keep_alive, outgoing).await,
         };
-        dialled.map_err(|error| match first.is_some_and(|first| first.is_tls()) {
+        dialled.map_err(|error| match error.met_tls && !options.server.is_tls {
             true => {
                 let server = ServerUrl {
                     is_tls: true,

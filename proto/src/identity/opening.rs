@@ -114,6 +114,8 @@ pub struct FirstAnswer(Arc<OnceLock<Answer>>);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Answer {
     Tls,
+    /// A letter, as HTTP/1.1 begins with.
+    Text,
     Other,
 }
 
@@ -133,6 +135,16 @@ impl FirstAnswer {
     pub fn is_tls(&self) -> bool {
         self.0.get() == Some(&Answer::Tls)
     }
+
+    /// It speaks HTTP/1.1, or something else that begins with a word.
+    pub fn is_text(&self) -> bool {
+        self.0.get() == Some(&Answer::Text)
+    }
+
+    /// It has said nothing so far.
+    pub fn is_nothing(&self) -> bool {
+        self.0.get().is_none()
+    }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
@@ -148,6 +160,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
             // An alert or a handshake record. HTTP/2 begins with a length below 2^22, HTTP/1.1 with a letter.
             let answer = match first {
                 21 | 22 => Answer::Tls,
+                letter if letter.is_ascii_alphabetic() => Answer::Text,
                 _ => Answer::Other,
             };
             let _ = self.first.set(answer);

@@ -260,18 +260,55 @@ async fn a_connection_that_is_dropped_ends_what_the_other_side_hears() {
     assert!(matches!(end, Ok(Heard::End | Heard::Broken(_))), "{end:?}");
 }
 
-#[tokio::test]
-async fn what_is_no_server_is_said() {
-    let (near, mut far) = tokio::io::duplex(4 << 10);
-    tokio::spawn(async move {
-        use tokio::io::AsyncWriteExt;
-        let _ = far.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
-        let _ = far.shutdown().await;
-    });
+/// What is said of a socket at whose end nobody speaks gRPC.
+async fn said_of(near: DuplexStream) -> String {
     let (_up, outgoing) = mpsc::channel(8);
     let error = dial(near, KEEP_ALIVE, outgoing).await.err().unwrap();
-    let text = error.to_string();
-    assert!(text.contains("the agents' address"), "{text}");
+    error.to_string()
+}
+
+#[tokio::test]
+async fn a_port_that_is_not_the_agents_is_named_however_its_connection_ends() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    for (answer, said) in [
+        (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], "that is not the"),
+        (b"SSH-2.0-OpenSSH\r\n", "that is not the"),
+        (b"", "is that the"),
+    ] {
+        for reads in [false, true] {
+            let (near, mut far) = tokio::io::duplex(4 << 10);
+            tokio::spawn(async move {
+                if reads {
+                    let _ = far.read(&mut [0; 1_024]).await;
+                }
+                let _ = far.write_all(answer).await;
+                let _ = far.shutdown().await;
+            });
+            let text = said_of(near).await;
+            let said = format!("{said} agents' port of a llmgw server (`agents.listen`, 8443");
+            assert!(text.contains(&said), "{reads} {text}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_of_clients_is_told_from_one_of_agents_by_its_answer() {
+    let (near, far) = tokio::io::duplex(64 << 10);
+    tokio::spawn(async move {
+        let refuses = hyper::service::service_fn(|_: Request<Incoming>| async {
+            let answer = Response::builder()
+                .status(404)
+                .header(CONTENT_TYPE, "application/json");
+            answer.body(tonic::body::Body::empty())
+        });
+        let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+            .serve_connection(TokioIo::new(far), refuses)
+            .await;
+    });
+    assert_eq!(
+        said_of(near).await,
+        "that is not the agents' port of a llmgw server (`agents.listen`, 8443 if left out): it answered with status 404 and speaks no gRPC"
+    );
 }
 
 #[test]
