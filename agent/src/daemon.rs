@@ -10,6 +10,7 @@ mod plaintext;
 mod stop;
 mod tasks;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -344,7 +345,17 @@ async fn supervise(setup: &Setup, node: &Arc<Node>) -> Result<Arc<Supervisor>, D
         Ok((engine.clone(), allowance))
     });
     let allow: std::io::Result<_> = allow.collect();
-    let allow = allow.map_err(|error| DaemonError::Start("the working directory", error))?;
+    let allow: BTreeMap<_, EngineAllowance> =
+        allow.map_err(|error| DaemonError::Start("the working directory", error))?;
+    for (engine, allowance) in &allow {
+        // As with `models_dir`, it may be there later.
+        for (name, path, cause) in allowance.missing() {
+            tracing::warn!(
+                "engines.{engine}.commands.{name}: `{}` can't be executed now ({cause}), so nothing of it starts here",
+                path.display()
+            );
+        }
+    }
     let mut options = SupervisorOptions::new(setup.state.clone(), allow);
     options.cgroup_root = cgroup::delegated(&options.proc_root);
     options.gpus = node.clone();
@@ -356,6 +367,7 @@ async fn supervise(setup: &Setup, node: &Arc<Node>) -> Result<Arc<Supervisor>, D
 fn session(
     setup: &Setup,
     models_dir: Option<String>,
+    state_dir: String,
     node: Arc<Node>,
     supervisor: Arc<Supervisor>,
 ) -> Session {
@@ -367,8 +379,8 @@ fn session(
         advertise: setup.config.advertise,
         ports: setup.config.ports.unwrap_or(PORTS_DEFAULT),
         engines: setup.config.engines.keys().cloned().collect(),
-    state_dir: String,
         models_dir,
+        state_dir,
         keep_alive: KEEP_ALIVE,
         patience: PATIENCE,
     };
@@ -377,18 +389,6 @@ fn session(
     Session::new(options, shards, node, Arc::new(drain))
 }
 
-/// As the server is told it. That nothing is there is no reason not to start: it may be mounted later.
-fn models_dir(config: &AgentConfig) -> Result<Option<String>, DaemonError> {
-    let Some(named) = &config.models_dir else {
-        state_dir,
-        return Ok(None);
-    };
-    let absolute = std::path::absolute(named)
-        .map_err(|error| DaemonError::Start("the working directory", error))?;
-    if !absolute.is_dir() {
-        tracing::warn!("models_dir `{}` is no directory now", absolute.display());
-    }
-    match absolute.into_os_string().into_string() {
 /// Makes it where it is not there, and names it as every agent on it does: the server tells by it who is the same one.
 fn state_dir(state: &Path) -> Result<String, DaemonError> {
     let made = std::fs::create_dir_all(state).and_then(|()| std::fs::canonicalize(state));
@@ -399,6 +399,17 @@ fn state_dir(state: &Path) -> Result<String, DaemonError> {
     Ok(absolute.to_string_lossy().into_owned())
 }
 
+/// As the server is told it. That nothing is there is no reason not to start: it may be mounted later.
+fn models_dir(config: &AgentConfig) -> Result<Option<String>, DaemonError> {
+    let Some(named) = &config.models_dir else {
+        return Ok(None);
+    };
+    let absolute = std::path::absolute(named)
+        .map_err(|error| DaemonError::Start("the working directory", error))?;
+    if !absolute.is_dir() {
+        tracing::warn!("models_dir `{}` is no directory now", absolute.display());
+    }
+    match absolute.into_os_string().into_string() {
         Ok(text) => Ok(Some(text)),
         Err(path) => Err(DaemonError::Usage(format!(
             "models_dir `{}` is not UTF-8, and the server can't name it; choose another directory",

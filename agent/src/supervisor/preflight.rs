@@ -282,6 +282,18 @@ fn check_commands(spec: &ShardSpec, node: &Node<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
+impl EngineAllowance {
+    /// Its files that could not be started now, each with the cause.
+    pub fn missing(&self) -> Vec<(&str, &Path, String)> {
+        let files = self.executables.iter();
+        let missing = files.filter_map(|(name, path)| {
+            let cause = not_executable(path)?;
+            Some((name.as_str(), path.as_path(), cause))
+        });
+        missing.collect()
+    }
+}
+
 fn not_executable(path: &Path) -> Option<String> {
     if !path.is_absolute() {
         return Some("the path is not absolute".to_owned());

@@ -191,3 +191,29 @@ fn a_spec_that_makes_no_sense_is_refused_before_anything_is_looked_at() {
         assert_eq!(with(change).as_deref(), Some(reason));
     }
 }
+
+#[test]
+fn files_of_an_allowance_that_could_not_be_started_are_named_with_the_cause() {
+    let allowance = EngineAllowance {
+        executables: [
+            ("sh", "/bin/sh"),
+            ("gone", "/nowhere/serve"),
+            ("directory", "/tmp"),
+        ]
+        .map(|(name, path)| (name.to_owned(), PathBuf::from(path)))
+        .into(),
+        env: BTreeMap::new(),
+    };
+    let missing = allowance.missing();
+    let said: Vec<_> = missing
+        .iter()
+        .map(|(name, path, cause)| format!("{name} {}: {cause}", path.display()))
+        .collect();
+    assert_eq!(
+        said,
+        [
+            "directory /tmp: it is no file",
+            "gone /nowhere/serve: No such file or directory (os error 2)"
+        ]
+    );
+}
