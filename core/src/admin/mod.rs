@@ -11,6 +11,7 @@ pub mod status;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::HeaderName;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -27,6 +28,8 @@ use crate::serve::reload::Confirmed;
 use crate::sparing::Sparing;
 use crate::telemetry::metrics::Metrics;
 
+/// On every answer, refusals included: what else listens at an address that is taken for this one does not say so.
+pub const ADMIN_HEADER: HeaderName = HeaderName::from_static("x-llmgw-admin");
 /// Connections served at once; further ones wait in the kernel's backlog.
 pub const ADMIN_CONNECTIONS_MAX: usize = 256;
 /// A connection that sends no request for this long is closed.

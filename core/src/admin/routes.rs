@@ -11,11 +11,11 @@ use llmgw_plugins::PolicyStatus;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::Admin;
 use super::fleet::{self, FleetError, FleetOrder, FleetQuestion, Query};
 use super::guard::Denied;
 use super::page::metrics_page;
 use super::policies::{self, ActionError, PolicyAction};
+use super::{ADMIN_HEADER, Admin};
 use crate::serve::reload::Confirmed;
 use crate::telemetry::exposition;
 
@@ -92,10 +92,13 @@ enum Refusal {
 
 /// Answers any request on the admin listener.
 pub async fn answer(admin: &Admin, request: Request<Incoming>) -> Answer {
-    match dispatch(admin, request).await {
+    let mut answer = match dispatch(admin, request).await {
         Ok(answer) => answer,
         Err(refusal) => refuse(refusal),
-    }
+    };
+    let yes = HeaderValue::from_static("1");
+    answer.headers_mut().insert(ADMIN_HEADER, yes);
+    answer
 }
 
 async fn dispatch(admin: &Admin, request: Request<Incoming>) -> Result<Answer, Refusal> {

@@ -117,9 +117,12 @@ async fn send(address: SocketAddr, request: &str) -> (u16, String, String) {
     let mut text = String::new();
     stream.read_to_string(&mut text).await.unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    let head = head.to_ascii_lowercase();
+    // `ctl` takes no other for an answer.
+    assert!(head.contains("\r\nx-llmgw-admin: 1"), "{head}");
     (
         head.split(' ').nth(1).unwrap().parse().unwrap(),
-        head.to_ascii_lowercase(),
+        head,
         body.to_owned(),
     )
 }

@@ -17,6 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 use super::trust::{Authority, NotTrusted};
+use crate::admin::ADMIN_HEADER;
 use crate::admin::guard::is_own_host;
 
 const CONNECT_TIMEOUT_MS: u64 = 5000;
@@ -43,6 +44,14 @@ pub struct Admin {
 }
 
 /// Why there is no answer.
+/// What came back, whoever sent it.
+struct Answer {
+    status: StatusCode,
+    /// It says that an admin address sent it.
+    is_admin: bool,
+    body: Bytes,
+}
+
 #[derive(Debug)]
 pub enum ClientError {
     /// What was given as the address is none.
@@ -127,7 +136,7 @@ impl fmt::Display for ClientError {
             ClientError::NotAdmin { url, reason } => write!(
                 f,
                 "{url} answered, but not as llmgw's admin address does: {reason}\n\
-                 Clients and ctl have different ports (`listen:` and `admin:` in the configuration)."
+                 It may be the address for clients (`listen:` in the configuration); the one of `admin:` is given with --admin URL or LLMGW_ADMIN."
             ),
         }
     }
@@ -232,10 +241,10 @@ impl Admin {
             self.exchange(stream, request).await
         };
         let answer = tokio::time::timeout(Duration::from_millis(ANSWER_TIMEOUT_MS), exchange);
-        let (status, body) = answer
+        let answer = answer
             .await
             .map_err(|_| self.unreachable(format!("no answer within {ANSWER_TIMEOUT_MS} ms")))??;
-        self.read(status, &body)
+        self.read(&answer)
     }
 
     fn request(&self, method: Method, path: &str) -> Result<Request<Empty<Bytes>>, ClientError> {
@@ -255,7 +264,7 @@ impl Admin {
         &self,
         stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
         request: Request<Empty<Bytes>>,
-    ) -> Result<(StatusCode, Bytes), ClientError> {
+    ) -> Result<Answer, ClientError> {
         let not_http = |error: hyper::Error| ClientError::NotAdmin {
             url: self.url.clone(),
             reason: error.to_string(),
@@ -270,7 +279,11 @@ impl Admin {
                 .collect()
                 .await;
             match body {
-                Ok(body) => Ok((status, body.to_bytes())),
+                Ok(body) => Ok(Answer {
+                    status,
+                    is_admin,
+                    body: body.to_bytes(),
+                }),
                 Err(error) => Err(self.unreachable(format!("the answer broke off: {error}"))),
             }
         };
@@ -281,8 +294,20 @@ impl Admin {
             _ = connection => answer.await,
         }
     }
+            let is_admin = answer.headers().contains_key(&ADMIN_HEADER);
 
-    fn read(&self, status: StatusCode, body: &[u8]) -> Result<Value, ClientError> {
+    fn read(&self, answer: &Answer) -> Result<Value, ClientError> {
+        let (status, body) = (answer.status, &answer.body[..]);
+        if !answer.is_admin {
+            // Nothing in it counts: an engine behind the gateway answers, and refuses, in the same form.
+            return Err(ClientError::NotAdmin {
+                url: self.url.clone(),
+                reason: match first_line(body) {
+                    line if line.is_empty() => format!("status {status}, without {ADMIN_HEADER}"),
+                    line => format!("status {status}, without {ADMIN_HEADER}, `{line}`"),
+                },
+            });
+        }
         let json = serde_json::from_slice::<Value>(body);
         if status.is_success() {
             return json.map_err(|error| ClientError::NotAdmin {

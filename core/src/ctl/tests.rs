@@ -184,6 +184,7 @@ fn a_token_that_others_can_read_on_its_way_is_warned_about() {
 async fn something_else_that_listens_there_is_told_apart() {
     for answer in [
         "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi",
+        "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
         "SSH-2.0-OpenSSH\r\n",
         "",
     ] {
@@ -195,6 +196,34 @@ async fn something_else_that_listens_there_is_told_apart() {
             let _ = stream.write_all(answer.as_bytes()).await;
         });
         assert_eq!(ctl(&["status", "--admin", &address]).await.0, 3, "{answer}");
+    }
+}
+
+/// What `ctl` says of this answer.
+async fn said_of(answer: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let _ = stream.read(&mut [0; 1024]).await;
+        let _ = stream.write_all(answer.as_bytes()).await;
+    });
+    let admin = Admin::new(&address, None, None).unwrap();
+    admin.get("/v1/status").await.unwrap_err().to_string()
+}
+
+#[tokio::test]
+async fn an_engine_that_answers_behind_the_gateway_is_not_taken_for_the_server() {
+    let said = said_of(
+        "HTTP/1.1 404 Not Found\r\ncontent-length: 38\r\n\r\n{\"error\":{\"message\":\"File Not Found\"}}",
+    )
+    .await;
+    for part in [
+        "answered, but not as llmgw's admin address does: status 404 Not Found, without x-llmgw-admin",
+        "It may be the address for clients (`listen:`",
+        "--admin URL",
+    ] {
+        assert!(said.contains(part), "{said}");
     }
 }
 

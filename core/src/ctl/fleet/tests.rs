@@ -135,7 +135,7 @@ async fn answers(listener: TcpListener, answers: Vec<Option<Value>>) {
         }
         let body = answer.to_string();
         let head = format!(
-            "HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n",
+            "HTTP/1.1 200 OK\r\nx-llmgw-admin: 1\r\ncontent-length: {}\r\nconnection: close\r\n\r\n",
             body.len()
         );
         let whole = head + &body;
