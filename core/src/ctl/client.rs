@@ -31,6 +31,7 @@ const SHOWN_MAX_CHARS: usize = 120;
 
 /// The admin address of a server.
 pub struct Admin {
+    /// For people, always with its port.
     url: String,
     host: String,
     port: u16,
@@ -43,7 +44,6 @@ pub struct Admin {
     authority: Option<Authority>,
 }
 
-/// Why there is no answer.
 /// What came back, whoever sent it.
 struct Answer {
     status: StatusCode,
@@ -52,6 +52,7 @@ struct Answer {
     body: Bytes,
 }
 
+/// Why there is no answer.
 #[derive(Debug)]
 pub enum ClientError {
     /// What was given as the address is none.
@@ -71,6 +72,8 @@ pub enum ClientError {
         code: String,
         message: String,
     },
+    /// The address and the authority don't go together.
+    Scheme { url: String, reason: &'static str },
     /// An answer that is not ours.
     NotAdmin { url: String, reason: String },
 }
@@ -78,7 +81,10 @@ pub enum ClientError {
 impl ClientError {
     pub fn exit_status(&self) -> u8 {
         match self {
-            ClientError::Url { .. } | ClientError::Token | ClientError::Authority(_) => 2,
+            ClientError::Url { .. }
+            | ClientError::Scheme { .. }
+            | ClientError::Token
+            | ClientError::Authority(_) => 2,
             ClientError::Unreachable { .. }
             | ClientError::Tls { .. }
             | ClientError::Refused { .. }
@@ -104,6 +110,7 @@ impl fmt::Display for ClientError {
                     "`{url}` is not an admin address: {reason}; give one like http://127.0.0.1:8081"
                 )
             }
+            ClientError::Scheme { url, reason } => write!(f, "`{url}`: {reason}"),
             ClientError::Token => {
                 f.write_str("the token holds characters that cannot be sent in a header")
             }
@@ -150,6 +157,10 @@ impl Admin {
             url: url.to_owned(),
             reason: reason.to_owned(),
         };
+        let mismatch = |reason| ClientError::Scheme {
+            url: url.to_owned(),
+            reason,
+        };
         let full = if url.contains("://") {
             url.to_owned()
         } else {
@@ -162,13 +173,13 @@ impl Admin {
         let authority = match (uri.scheme_str(), ca) {
             (Some("http"), None) => None,
             (Some("http"), Some(_)) => {
-                return Err(refuse(
+                return Err(mismatch(
                     "an authority is given (--admin-ca, LLMGW_ADMIN_CA), and http would not ask for its word; write https://",
                 ));
             }
             (Some("https"), Some(ca)) => Some(Authority::load(ca).map_err(ClientError::Authority)?),
             (Some("https"), None) => {
-                return Err(refuse(
+                return Err(mismatch(
                     "https needs the authority that issued the server's certificate: give its file with --admin-ca FILE or LLMGW_ADMIN_CA",
                 ));
             }
@@ -184,15 +195,19 @@ impl Admin {
                 "a password in it is not supported, a token goes into LLMGW_ADMIN_TOKEN",
             ));
         }
+        let (scheme, default_port) = match authority {
+            Some(_) => ("https", DEFAULT_TLS_PORT),
+            None => ("http", DEFAULT_PORT),
+        };
+        let port = named.port_u16();
+        let shown_port = port.map_or_else(|| format!(":{default_port}"), |_| String::new());
+        let prefix = uri.path().trim_end_matches('/');
         Ok(Admin {
-            url: full.trim_end_matches('/').to_owned(),
+            url: format!("{scheme}://{named}{shown_port}{prefix}"),
             host: host.to_owned(),
-            port: named.port_u16().unwrap_or(match authority {
-                Some(_) => DEFAULT_TLS_PORT,
-                None => DEFAULT_PORT,
-            }),
+            port: port.unwrap_or(default_port),
             named: named.to_string(),
-            prefix: uri.path().trim_end_matches('/').to_owned(),
+            prefix: prefix.to_owned(),
             token: token.filter(|token| !token.is_empty()).map(str::to_owned),
             authority,
         })
@@ -275,6 +290,7 @@ impl Admin {
         let answer = async {
             let answer = sender.send_request(request).await.map_err(not_http)?;
             let status = answer.status();
+            let is_admin = answer.headers().contains_key(&ADMIN_HEADER);
             let body = Limited::new(answer.into_body(), ANSWER_MAX_BYTES)
                 .collect()
                 .await;
@@ -294,7 +310,6 @@ impl Admin {
             _ = connection => answer.await,
         }
     }
-            let is_admin = answer.headers().contains_key(&ADMIN_HEADER);
 
     fn read(&self, answer: &Answer) -> Result<Value, ClientError> {
         let (status, body) = (answer.status, &answer.body[..]);
@@ -323,7 +338,7 @@ impl Admin {
             error
                 .get(key)
                 .and_then(Value::as_str)
-                .map(super::table::plain)
+                .map(super::table::plain_lines)
         };
         Err(match text("message") {
             Some(message) => ClientError::Refused {
@@ -342,7 +357,7 @@ impl Admin {
         })
     }
 
-    fn unreachable(&self, reason: impl ToString) -> ClientError {
+    pub(super) fn unreachable(&self, reason: impl ToString) -> ClientError {
         ClientError::Unreachable {
             url: self.url.clone(),
             reason: reason.to_string(),

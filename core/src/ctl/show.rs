@@ -6,7 +6,7 @@ use llmgw_proto::identity::Moment;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::table::{UNKNOWN, plain, span, table};
+use super::table::{UNKNOWN, plain, plain_lines, span, table};
 use crate::admin::status::{
     BandStatus, CertificateStatus, ModelStatus, ReplicaState, ReplicaStatus, StatusReport,
 };
@@ -89,7 +89,7 @@ pub fn status(report: &StatusReport, now_ms: u64) -> String {
     if let Some(error) = &config.last_error {
         text.push_str(&format!(
             "          NOT IN FORCE as it is now: {}\n",
-            plain(error)
+            plain_lines(error).replace('\n', "\n          ")
         ));
     }
     text.push_str(&format!("policies  generation {}\n\n", report.generation));

@@ -30,6 +30,12 @@ pub fn table<const N: usize>(headings: [&str; N], rows: &[[String; N]]) -> Strin
     text
 }
 
+/// Text of several lines, each of them on one.
+pub fn plain_lines(text: &str) -> String {
+    let lines: Vec<String> = text.lines().map(plain).collect();
+    lines.join("\n")
+}
+
 /// A duration in its two largest units: `3h12m`, `45s`, `250ms`.
 pub fn span(ms: u64) -> String {
     let seconds = ms / 1000;
@@ -55,6 +61,15 @@ mod tests {
         assert_eq!(
             table(["MODEL", "N"], &rows),
             "MODEL    N\nsmollm2  1\né?[2J?   22\n"
+        );
+    }
+
+    #[test]
+    fn lines_stay_lines_and_nothing_else_moves_the_cursor() {
+        let said = "unknown key `replcas`\r\n 10 |  replcas: 3\n\u{1b}[2J^";
+        assert_eq!(
+            plain_lines(said),
+            "unknown key `replcas`\n 10 |  replcas: 3\n?[2J^"
         );
     }
 

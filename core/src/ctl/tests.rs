@@ -228,6 +228,24 @@ async fn an_engine_that_answers_behind_the_gateway_is_not_taken_for_the_server()
 }
 
 #[tokio::test]
+async fn an_error_of_several_lines_keeps_them() {
+    let said = said_of(
+        "HTTP/1.1 422 x\r\nx-llmgw-admin: 1\r\ncontent-length: 45\r\n\r\n{\"error\":{\"message\":\"a.yaml:3\\n  |\\u001b ^\"}} ",
+    )
+    .await;
+    assert!(said.ends_with("refused (422): a.yaml:3\n  |? ^"), "{said}");
+}
+
+#[test]
+fn an_address_is_shown_with_the_port_that_is_dialled() {
+    let admin = Admin::new("localhost", None, None).unwrap();
+    let said = admin.unreachable("refused").to_string();
+    assert!(said.starts_with("cannot reach http://localhost:80: refused"));
+    let said = Admin::new("https://x", None, None).err().unwrap();
+    assert!(!said.to_string().contains("http://127"), "{said}");
+}
+
+#[tokio::test]
 async fn a_new_key_needs_no_server() {
     let (status, text) = ctl(&["key", "new", "--tenant", "research", "--format", "json"]).await;
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
