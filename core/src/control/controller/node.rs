@@ -81,6 +81,7 @@ pub(super) fn node_report(
     replicas: &[Replica],
     state: &State,
     view: &View,
+    requests: &dyn Fn(&str) -> u32,
 ) -> NodeReport {
     let node = fleet.nodes.get(id).cloned().unwrap_or_default();
     let mine: Vec<&Replica> = replicas
@@ -94,7 +95,7 @@ pub(super) fn node_report(
         (Some(absence), _) => absence.cause.to_string(),
         (None, Some(problem)) => problem.clone(),
         (None, None) if is_draining && mine.is_empty() => "it is empty".to_owned(),
-        (None, None) if is_draining => drain_reason(&mine, state),
+        (None, None) if is_draining => drain_reason(&mine, state, requests),
         (None, None) => String::new(),
     };
     let soon = certificate.as_ref().and_then(CertificateReport::soon);

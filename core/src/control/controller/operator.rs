@@ -86,6 +86,8 @@ pub struct ModelExplanation {
 
 /// Lines of a failure that the text shows.
 const LINES_SHOWN_MAX: usize = 5;
+/// Replicas of a node of which a drain says what they do.
+const WAITED_SHOWN_MAX: usize = 4;
 
 impl Controller {
     // Orders.
@@ -212,7 +214,10 @@ impl Controller {
         view.observed
             .nodes
             .iter()
-            .map(|(id, seen)| node_report(id, seen, &fleet, &replicas, &state, &view))
+            .map(|(id, seen)| {
+                let requests = |address: &str| self.serving.requests(address);
+                node_report(id, seen, &fleet, &replicas, &state, &view, &requests)
+            })
             .collect()
     }
 
@@ -330,8 +335,12 @@ fn failures(state: &State, view: &View, model: &str) -> Vec<FailureReport> {
     failures.kept.iter().rev().map(report).collect()
 }
 
-/// What a drain waits for: the replacements that have no place, or else the replicas that still leave.
-pub(super) fn drain_reason(replicas: &[&Replica], state: &State) -> String {
+/// What a drain waits for: the replacements that have no place, or else the replicas that still leave. `requests` are those on an address.
+pub(super) fn drain_reason(
+    replicas: &[&Replica],
+    state: &State,
+    requests: &dyn Fn(&str) -> u32,
+) -> String {
     let stuck = replicas
         .iter()
         .find_map(|replica| Some((replica, state.unplaced.get(replica.model())?)));
@@ -340,8 +349,31 @@ pub(super) fn drain_reason(replicas: &[&Replica], state: &State) -> String {
             "waits for a replacement of {}: {} (`--timeout` and `--force` do not wait)",
             replica.spec.replica, unplaced.reason
         ),
-        None if replicas.len() == 1 => "waits for 1 replica".to_owned(),
-        None => format!("waits for {} replicas", replicas.len()),
+        None => {
+            let count = match replicas.len() {
+                1 => "1 replica".to_owned(),
+                count => format!("{count} replicas"),
+            };
+            let what = replicas.iter().take(WAITED_SHOWN_MAX);
+            let what: Vec<String> = what
+                .map(|replica| waited_for(replica, state, requests))
+                .collect();
+            format!("waits for {count}: {}", what.join(", "))
+        }
+    }
+}
+
+/// What one replica does until it is gone.
+fn waited_for(replica: &Replica, state: &State, requests: &dyn Fn(&str) -> u32) -> String {
+    let name = &replica.spec.replica;
+    let leaves = state.memory.leaving(&replica.key).is_some();
+    let address = replica.spec.address();
+    match leaves {
+        false => format!("{name} stays until its replacement is ready"),
+        true if address.is_some_and(|address| requests(&address) > 0) => {
+            format!("{name} finishes its requests")
+        }
+        true => format!("{name} stops"),
     }
 }
 

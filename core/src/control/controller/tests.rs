@@ -382,9 +382,19 @@ fn a_drained_node_is_left_and_used_again_when_it_is_put_back() {
     let nodes = fleet.controller.nodes();
     assert_eq!(
         (nodes[0].state, &*nodes[0].reason),
-        ("draining", "waits for 1 replica")
+        (
+            "draining",
+            "waits for 1 replica: m/0 stays until its replacement is ready"
+        )
     );
     fleet.ready("m/1");
+    lock(&fleet.rest.requests).insert(FIRST.to_owned(), 1);
+    fleet.pass(3);
+    assert_eq!(
+        fleet.controller.nodes()[0].reason,
+        "waits for 1 replica: m/0 finishes its requests"
+    );
+    lock(&fleet.rest.requests).clear();
     fleet.pass(3);
     assert_eq!(fleet.running(), ["m/1 on b: ready"]);
     assert_eq!(fleet.controller.nodes()[0].reason, "it is empty");
