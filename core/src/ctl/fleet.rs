@@ -1,9 +1,10 @@
 //! `llmgw ctl nodes | explain | logs | drain | undrain | stop | snapshot`, and the started replicas of `ctl replicas`.
 
+mod drain;
+
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 use clap::Subcommand;
 use llmgw_proto::units::HumanDuration;
@@ -14,10 +15,6 @@ use super::client::{Admin, ClientError, parsed};
 use super::table::{UNKNOWN, plain, table};
 use super::{CtlError, OutputFormat};
 
-/// `ctl drain` looks this often whether the node is empty.
-const DRAIN_POLL: Duration = Duration::from_millis(500);
-/// `ctl drain` waits no longer; the drain goes on.
-const DRAIN_WAIT_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 /// Codes of refusals that are the answer to what was asked, and no trouble with the server.
 const FAILED_CODES: [&str; 6] = [
     "unknown_name",
@@ -37,7 +34,7 @@ pub enum FleetCommand {
     Explain { model: String },
     /// The last lines that a replica wrote, also one that failed.
     Logs {
-        /// `<model>/<number>`.
+        /// `<model>/<number>`, or its address.
         replica: String,
         /// Which of its shards; 0 is the leader.
         #[arg(long, default_value_t = 0)]
@@ -52,7 +49,7 @@ pub enum FleetCommand {
         /// After this time its replicas leave even without replacements; requests in flight finish.
         #[arg(long, value_name = "D")]
         timeout: Option<HumanDuration>,
-        /// Its replicas stop at once; requests in flight are cut off.
+        /// Its replicas stop at once, whatever `--timeout` says; requests in flight are cut off.
         #[arg(long)]
         force: bool,
     },
@@ -60,7 +57,7 @@ pub enum FleetCommand {
     Undrain { node: String },
     /// Stop a replica; another one takes its place.
     Stop {
-        /// `<model>/<number>`.
+        /// `<model>/<number>`, or its address.
         replica: String,
         /// Its requests may not finish.
         #[arg(long)]
@@ -110,6 +107,7 @@ struct Started {
     node_state: String,
     profile: String,
     reason: String,
+    address: Option<String>,
     outdated: bool,
 }
 
@@ -145,18 +143,24 @@ pub(super) async fn run(
             node,
             timeout,
             force,
-        } => return drain(admin, node, timeout.as_ref(), *force, format, out).await,
-        FleetCommand::Undrain { node } => {
-            let path = format!("/v1/nodes/undrain?node={}", encode(node));
-            return said(admin, &path, format, out).await;
+        } => {
+            let order = drain::Order {
+                node,
+                timeout: timeout.as_ref(),
+                force: *force,
+            };
+            return drain::run(admin, order, format, out, drain::interrupted()).await;
         }
+        FleetCommand::Undrain { node } => return undrain(admin, node, format, out).await,
         FleetCommand::Stop { replica, force } => {
+            let replica = named(admin, replica).await?;
             let path = format!(
                 "/v1/replicas/stop?replica={}{}",
-                encode(replica),
+                encode(&replica),
                 flag(*force)
             );
-            return said(admin, &path, format, out).await;
+            let answer = got(admin.post(&path).await)?;
+            show_said(&answer, &text_of(&answer), format, out)?;
         }
         FleetCommand::Snapshot { output } => {
             let mut text = format!("{:#}", got(admin.get("/v1/snapshot").await)?);
@@ -197,7 +201,7 @@ async fn logs(
     format: OutputFormat,
     out: &mut dyn Write,
 ) -> Result<(), CtlError> {
-    let replica = encode(replica);
+    let replica = encode(&named(admin, replica).await?);
     let path = format!("/v1/logs?replica={replica}&rank={rank}&lines={lines}");
     let answer = got(admin.get(&path).await)?;
     let lines = answer.get("lines").cloned().unwrap_or_default();
@@ -300,65 +304,6 @@ fn lasts(certificate: &Certificate) -> String {
     }
 }
 
-/// Orders the drain, then waits until the node is empty; what it waits for is told as it changes.
-async fn drain(
-    admin: &Admin,
-    node: &str,
-    timeout: Option<&HumanDuration>,
-    force: bool,
-    format: OutputFormat,
-    out: &mut dyn Write,
-) -> Result<(), CtlError> {
-    let timeout = timeout.map_or_else(String::new, |timeout| {
-        format!("&timeout_ms={}", timeout.0.as_millis())
-    });
-    let path = format!(
-        "/v1/nodes/drain?node={}{timeout}{}",
-        encode(node),
-        flag(force)
-    );
-    let message = got(admin.post(&path).await)?;
-    eprintln!("{}", text_of(&message));
-    let started = Instant::now();
-    let mut told = String::new();
-    let mut tell = |what: String| {
-        if what != told {
-            eprintln!("{what}");
-            told = what;
-        }
-    };
-    // The server was away since the node was last seen: it may have to hear of the node again.
-    let mut was_away = false;
-    while started.elapsed() < DRAIN_WAIT_MAX {
-        match seen(admin, node).await {
-            Ok(Some(seen)) => {
-                was_away = false;
-                if is_empty(&seen)? {
-                    match format {
-                        OutputFormat::Json => {
-                            writeln!(out, "{{\"node\": {node:?}, \"empty\": true}}")?;
-                        }
-                        OutputFormat::Text => writeln!(out, "{} is empty", plain(node))?,
-                    }
-                    return Ok(());
-                }
-                tell(plain(&seen.reason));
-            }
-            Ok(None) if was_away => tell(format!("{node} has not connected to the server yet")),
-            Ok(None) => return Err(CtlError::Failed(format!("{node} is no longer known"))),
-            Err(CtlError::Client(error)) if error.may_pass() => {
-                was_away = true;
-                tell(format!("{error}\nIt is asked again until it answers."));
-            }
-            Err(error) => return Err(error),
-        }
-        tokio::time::sleep(DRAIN_POLL).await;
-    }
-    Err(CtlError::Failed(format!(
-        "{node} is not empty after a day; the drain goes on"
-    )))
-}
-
 /// The node, if the server knows it.
 async fn seen(admin: &Admin, node: &str) -> Result<Option<Node>, CtlError> {
     let answer = got(admin.get("/v1/nodes").await)?;
@@ -367,43 +312,47 @@ async fn seen(admin: &Admin, node: &str) -> Result<Option<Node>, CtlError> {
     Ok(nodes.into_iter().find(|seen| seen.id == node))
 }
 
-/// Whether a node that drains is done; an error where it never will be.
-fn is_empty(seen: &Node) -> Result<bool, CtlError> {
-    let node = &seen.id;
-    match &*seen.state {
-        "ready" => Err(CtlError::Failed(format!("{node} was put back into use"))),
-        "lost" => Err(CtlError::Failed(format!("{node} is lost: {}", seen.reason))),
-        _ if seen.replicas.is_empty() => Ok(true),
-        // Nobody is there to say that it is empty, and nothing else is left to do here.
-        "unreachable" if seen.leaving.len() == seen.replicas.len() => {
-            Err(CtlError::Failed(left_behind(seen)))
-        }
-        _ => Ok(false),
-    }
-}
-
-fn left_behind(absent: &Node) -> String {
-    let (node, reason) = (plain(&absent.id), plain(&absent.reason));
-    let rest = match absent.replicas.len() {
-        1 => "its replica gets no more requests, and stops when it is back".to_owned(),
-        number => {
-            format!("its {number} replicas get no more requests, and stop when it is back")
-        }
-    };
-    format!("{node} is out of use, but unreachable ({reason}): {rest}")
-}
-
-/// Orders something, and prints what the server says.
-async fn said(
+async fn undrain(
     admin: &Admin,
-    path: &str,
+    node: &str,
     format: OutputFormat,
     out: &mut dyn Write,
 ) -> Result<(), CtlError> {
-    let answer = got(admin.post(path).await)?;
+    let before = seen(admin, node).await?;
+    let path = format!("/v1/nodes/undrain?node={}", encode(node));
+    let answer = got(admin.post(&path).await)?;
+    let text = match before {
+        Some(before) if before.state == "ready" => {
+            format!("{} was not drained, and is in use", plain(node))
+        }
+        _ => text_of(&answer),
+    };
+    show_said(&answer, &text, format, out)
+}
+
+/// The name of a replica that is given by it or by its address, as the pools have it.
+async fn named(admin: &Admin, replica: &str) -> Result<String, CtlError> {
+    if replica.contains('/') {
+        return Ok(replica.to_owned());
+    }
+    let started: Vec<Started> = parsed(Value::Array(started(admin).await?))?;
+    let mut there = started.into_iter();
+    let is_meant = |known: &Started| known.address.as_deref() == Some(replica);
+    // What is unknown is so to the server, which says what there is.
+    let found = there.find(is_meant);
+    Ok(found.map_or_else(|| replica.to_owned(), |known| known.id))
+}
+
+/// What came of an order.
+fn show_said(
+    answer: &Value,
+    text: &str,
+    format: OutputFormat,
+    out: &mut dyn Write,
+) -> Result<(), CtlError> {
     match format {
         OutputFormat::Json => writeln!(out, "{answer:#}")?,
-        OutputFormat::Text => writeln!(out, "{}", text_of(&answer))?,
+        OutputFormat::Text => writeln!(out, "{text}")?,
     }
     Ok(())
 }

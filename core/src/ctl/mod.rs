@@ -1,7 +1,7 @@
 //! `llmgw ctl`: shows and changes a running server through its admin address.
 //!
 //! Data goes to stdout, messages to stderr. Exit status: 0 done, 1 the thing asked for failed, 2 usage,
-//! 3 the server could not be reached or refused.
+//! 3 the server could not be reached or refused, 130 interrupted.
 
 mod cert;
 mod client;
@@ -151,6 +151,8 @@ enum CtlError {
     Usage(String),
     /// The server did not do it, and said why.
     Failed(String),
+    /// A person had enough of waiting. What goes on without them.
+    Interrupted(String),
     Output(std::io::Error),
 }
 
@@ -161,6 +163,7 @@ impl CtlError {
             CtlError::Key(error) => error.exit_status(),
             CtlError::Usage(_) => 2,
             CtlError::Cert(_) | CtlError::Failed(_) | CtlError::Output(_) => 1,
+            CtlError::Interrupted(_) => 130,
         }
     }
 }
@@ -171,7 +174,9 @@ impl fmt::Display for CtlError {
             CtlError::Client(error) => error.fmt(f),
             CtlError::Key(error) => error.fmt(f),
             CtlError::Cert(error) => error.fmt(f),
-            CtlError::Usage(reason) | CtlError::Failed(reason) => f.write_str(reason),
+            CtlError::Usage(reason) | CtlError::Failed(reason) | CtlError::Interrupted(reason) => {
+                f.write_str(reason)
+            }
             CtlError::Output(error) => write!(f, "could not write the output: {error}"),
         }
     }

@@ -384,9 +384,15 @@ fn count_ready(replicas: &[ReplicaStatus]) -> usize {
 
 /// Of those that are declared, also where they do not run.
 fn ready_of(model: &ModelStatus) -> String {
+    let (ready, of) = counts(model);
+    format!("{ready}/{of}")
+}
+
+/// The ready replicas of a model, and all that it should have.
+pub fn counts(model: &ModelStatus) -> (usize, u64) {
     let known = model.replicas.len() as u64;
     let of = model.wanted.unwrap_or_default().max(known);
-    format!("{}/{of}", count_ready(&model.replicas))
+    (count_ready(&model.replicas), of)
 }
 
 /// What is wrong with a replica, or why some do not run.

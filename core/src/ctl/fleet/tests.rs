@@ -9,15 +9,19 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
-use super::{Node, left_behind};
+use super::Node;
+use super::drain::{self, left_behind, without_replica};
 use crate::admin::fleet::FleetAdmin;
+use crate::admin::status::{ModelStatus, ReplicaState, ReplicaStatus};
 use crate::admin::tests::{Listening, listen_over};
 use crate::config::UtcTime;
 use crate::control::controller::tests::fleet::Fleet;
 use crate::control::enrolment::Enrolment;
 use crate::control::enrolment::tests::{Fake, State};
 use crate::control::snapshot::Snapshot;
+use crate::ctl::client::Admin;
 use crate::ctl::tests::ctl;
+use crate::ctl::{CtlError, OutputFormat};
 
 const MODELS: &str = "[{name: org/m, profiles: [{name: p, engine: llamacpp, cpus: 4}]}]";
 
@@ -155,6 +159,7 @@ async fn a_drain_outlives_a_server_that_restarts_and_does_not_know_the_node_at_f
         Some(json!({"nodes": [node]}))
     };
     let told = vec![
+        node(&["m/0"]),
         Some(json!({"message": "a is taken out of use"})),
         node(&["m/0"]),
         None,
@@ -172,12 +177,102 @@ async fn a_drain_of_a_node_that_the_server_forgets_fails() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("it has one").to_string();
     let told = vec![
+        Some(json!({"nodes": [{"id": "a", "state": "ready"}]})),
         Some(json!({"message": "a is taken out of use"})),
         Some(json!({"nodes": []})),
     ];
     let words = ["--admin", &address, "drain", "a"];
     let (drained, ()) = tokio::join!(ctl(&words), answers(listener, told));
     assert_eq!(drained, (1, String::new()));
+}
+
+/// What becomes of a drain of a node that was seen in these states, with these replicas.
+async fn drained(seen: [(&str, &[&str]); 2]) -> (u8, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("it has one").to_string();
+    let [before, after] = seen.map(|(state, replicas)| {
+        let node = json!({"id": "a", "state": state, "reason": "reset", "replicas": replicas});
+        Some(json!({"nodes": [node]}))
+    });
+    let ordered = Some(json!({"message": "a is taken out of use"}));
+    let words = ["--admin", &address, "drain", "a"];
+    let (drained, ()) = tokio::join!(ctl(&words), answers(listener, vec![before, ordered, after]));
+    drained
+}
+
+#[tokio::test]
+async fn an_absent_node_is_empty_only_where_it_had_heard_of_the_drain() {
+    let nothing: &[&str] = &[];
+    let absent = ("unreachable", nothing);
+    assert_eq!(drained([absent, absent]).await, (1, String::new()));
+    let (status, text) = drained([("draining", &["m/0"]), absent]).await;
+    assert_eq!((status, &*text), (0, "a is empty\n"));
+    let one = Node {
+        id: "a".to_owned(),
+        reason: "reset".to_owned(),
+        ..Node::default()
+    };
+    let said = "a is out of use, but unreachable (reset): nothing is known to run there, and it hears of the drain when it is back";
+    assert_eq!(left_behind(&one), said);
+}
+
+#[tokio::test]
+async fn a_drain_that_a_person_interrupts_goes_on_and_says_so() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("it has one").to_string();
+    let admin = Admin::new(&address, None, None).expect("it is an address");
+    let order = drain::Order {
+        node: "a",
+        timeout: None,
+        force: false,
+    };
+    let told = vec![
+        Some(json!({"nodes": [{"id": "a", "state": "ready"}]})),
+        Some(json!({"message": "a is taken out of use"})),
+    ];
+    let mut out = Vec::new();
+    let now = std::future::ready(());
+    let draining = drain::run(&admin, order, OutputFormat::Text, &mut out, now);
+    let (drained, ()) = tokio::join!(draining, answers(listener, told));
+    let error = drained.expect_err("it is not empty");
+    assert!(matches!(error, CtlError::Interrupted(_)), "{error}");
+    assert_eq!(error.exit_status(), 130);
+    let said = "the drain of a goes on; `llmgw ctl undrain a` ends it";
+    assert_eq!(error.to_string(), said);
+}
+
+#[test]
+fn a_model_that_a_drain_leaves_without_a_replica_is_named() {
+    let ready = ReplicaStatus {
+        state: ReplicaState::Ready,
+        ..ReplicaStatus::default()
+    };
+    let model = |wanted, replicas| ModelStatus {
+        name: "m".to_owned(),
+        wanted: Some(wanted),
+        replicas,
+        ..ModelStatus::default()
+    };
+    let said = without_replica(&model(2, Vec::new()));
+    let expected = "m now has no replica (0 of 2); `llmgw ctl explain m` says what it waits for";
+    assert_eq!(said.as_deref(), Some(expected));
+    assert_eq!(without_replica(&model(2, vec![ready])), None);
+    assert_eq!(without_replica(&model(0, Vec::new())), None);
+}
+
+#[tokio::test]
+async fn a_replica_is_also_known_by_its_address_and_a_node_that_is_not_drained_is_not_put_back() {
+    let (mut fleet, admin) = fleet().await;
+    fleet.ready("org/m/0");
+    let address = fleet.controller.replicas()[0].address.clone();
+    let address = address.expect("it listens");
+    let (status, text) = run(&admin, &["logs", &address]).await;
+    assert_eq!((status, &*text), (0, "org/m/0/0: out of ?[2J memory\n"));
+    assert_eq!(run(&admin, &["logs", "127.0.0.1:1"]).await.0, 1);
+    let (status, text) = run(&admin, &["undrain", "a"]).await;
+    assert_eq!((status, &*text), (0, "a was not drained, and is in use\n"));
+    let (status, text) = run(&admin, &["stop", &address]).await;
+    assert_eq!((status, &*text), (0, "org/m/0 leaves\n"));
 }
 
 #[tokio::test]
