@@ -19,7 +19,7 @@ use self::hold::StartHold;
 use self::outbox::{Outbox, Told};
 use self::placing::Unplaced;
 use super::launch;
-use super::memory::Memory;
+use super::memory::{FailureNews, Memory};
 use super::observed::{Commands, Observed};
 use super::reconcile::{Action, Desired, Place, Traffic, Wanted, reconcile};
 use super::replicas::{Replica, ShardKey};
@@ -56,6 +56,8 @@ pub trait Serving: Send + Sync {
     fn serve(&self, endpoints: Arc<Started>);
     /// What requests are told while a model has no replica.
     fn expect(&self, outlooks: BTreeMap<String, Outlook>);
+    /// A replica failed. Told once, and not of one that failed before this server saw it run.
+    fn failed(&self, news: &FailureNews);
 }
 
 /// See the module.
@@ -180,6 +182,7 @@ impl Controller {
         let view = self.view();
         let mut state = self.lock();
         state.take_in(&view);
+        self.tell_failures(&mut state, &view);
         let traffic = self.traffic(&state, &view);
         let mut actions = reconcile(&state.desired, &view.observed, &state.memory, &traffic);
         actions.retain(|action| !state.hold.keeps_from(action));
@@ -201,6 +204,7 @@ impl Controller {
         }
         self.repeat_starts(&mut state, &view);
         self.place(&mut state, &view, places);
+        self.tell_failures(&mut state, &view);
         self.expect(&mut state, &view);
     }
 
@@ -300,6 +304,20 @@ impl Controller {
             {
                 tracing::debug!(%node, %shard, "a start was not repeated: {error}");
             }
+        }
+    }
+
+    /// Says what failed since it was said last.
+    fn tell_failures(&self, state: &mut State, view: &View) {
+        for news in state.memory.take_news(view.observed.now_ms) {
+            let replica = &news.failure.replica;
+            let node = news.failure.node.as_deref().unwrap_or("none");
+            if news.is_old {
+                tracing::info!(%replica, %node, "{news}");
+                continue;
+            }
+            tracing::warn!(%replica, %node, "{news}");
+            self.serving.failed(&news);
         }
     }
 

@@ -13,6 +13,10 @@ use super::observed::{Observed, ObservedNode};
 use super::reconcile::Why;
 use super::replicas::ShardKey;
 
+mod news;
+
+pub use news::FailureNews;
+
 /// A start that no report confirms within this time is forgotten, and placed again.
 pub const START_CONFIRM_MS: u64 = 10_000;
 /// After a model's first failure; doubled with each one of an attempt that followed.
@@ -44,6 +48,10 @@ pub struct Memory {
     models: BTreeMap<String, Failures>,
     /// Failed shards that are in `models` already, with the agent's time of the failure.
     noted: BTreeMap<ShardKey, u64>,
+    /// Shards that were told to start, or were seen before they failed.
+    alive: BTreeSet<ShardKey>,
+    /// Failures that nobody was told of yet.
+    untold: Vec<Untold>,
     orders: BTreeMap<String, NodeOrder>,
     refused_ports: BTreeMap<(String, u16), u64>,
 }
@@ -122,6 +130,14 @@ pub struct Failure {
     pub at_ms: u64,
     pub reason: String,
     pub lines: Vec<LogLine>,
+}
+
+/// A failure that is to be told, and of which model it is.
+#[derive(Clone, Debug)]
+struct Untold {
+    model: String,
+    failure: Failure,
+    is_old: bool,
 }
 
 impl Failures {
@@ -209,12 +225,15 @@ impl Memory {
                 match seen.status.state {
                     ShardState::Ready => {
                         self.ready_since_ms.entry(key.clone()).or_insert(now_ms);
+                        self.alive.insert(key.clone());
                     }
-                    state => {
+                    ShardState::Failed => {
                         self.ready_since_ms.remove(&key);
-                        if state == ShardState::Failed {
-                            self.note_failure(&key, seen, now_ms);
-                        }
+                        self.note_failure(&key, seen, now_ms);
+                    }
+                    _ => {
+                        self.ready_since_ms.remove(&key);
+                        self.alive.insert(key.clone());
                     }
                 }
                 there.insert(key);
@@ -225,6 +244,8 @@ impl Memory {
             .retain(|key, _| there.contains(key) || starts.contains_key(key));
         self.ready_since_ms.retain(|key, _| there.contains(key));
         self.noted.retain(|key, _| there.contains(key));
+        self.alive
+            .retain(|key| there.contains(key) || starts.contains_key(key));
     }
 
     fn note_failure(&mut self, key: &ShardKey, seen: &super::observed::ObservedShard, now_ms: u64) {
@@ -232,6 +253,7 @@ impl Memory {
         if self.noted.insert(key.clone(), status.since_ms) == Some(status.since_ms) {
             return;
         }
+        let is_old = !self.alive.remove(key);
         let reason = match (&status.exit, status.reason.is_empty()) {
             (_, false) => status.reason.clone(),
             (Some(exit), true) => format!("it {exit}"),
@@ -255,13 +277,22 @@ impl Memory {
         }
         // One that was to end anyway says nothing about the next one.
         if !self.leaving.contains_key(key) {
-            self.failed(&seen.spec.model, failure, now_ms);
+            self.take_failure(&seen.spec.model, failure, is_old, now_ms);
         }
     }
 
     /// Notes a failure of a model: the next attempt waits, and goes elsewhere first. Neither after one that its machine took along, which
     /// says nothing about the model, nor after the first few taken ports.
     pub fn failed(&mut self, model: &str, failure: Failure, now_ms: u64) {
+        self.take_failure(model, failure, false, now_ms);
+    }
+
+    fn take_failure(&mut self, model: &str, failure: Failure, is_old: bool, now_ms: u64) {
+        self.untold.push(Untold {
+            model: model.to_owned(),
+            failure: failure.clone(),
+            is_old,
+        });
         let failures = self.models.entry(model.to_owned()).or_default();
         if !failure.reason.starts_with(REBOOTED) {
             let is_port = failure.reason.starts_with(PORT_TAKEN);
@@ -314,6 +345,7 @@ impl Memory {
             node: node.to_owned(),
             shard: start.spec.shard.clone(),
         };
+        self.alive.insert(key.clone());
         self.starts.insert(key, start);
     }
 
@@ -387,6 +419,22 @@ impl Memory {
 
     pub fn failures(&self, model: &str) -> Option<&Failures> {
         self.models.get(model)
+    }
+
+    /// The failures since this was asked last, each of them once.
+    pub fn take_news(&mut self, now_ms: u64) -> Vec<FailureNews> {
+        let untold = std::mem::take(&mut self.untold);
+        let news = untold.into_iter().map(|untold| {
+            let failures = self.models.get(&untold.model);
+            let not_before_ms = failures.map_or(0, |failures| failures.not_before_ms);
+            FailureNews {
+                model: untold.model,
+                failure: untold.failure,
+                is_old: untold.is_old,
+                wait_ms: not_before_ms.saturating_sub(now_ms),
+            }
+        });
+        news.collect()
     }
 
     /// Nodes where this model failed in the current row, by name.

@@ -9,6 +9,7 @@ use crate::admin::fleet::FleetAdmin;
 use crate::config::{Agents, Config};
 use crate::control::controller::{Controller, Looking, Serving};
 use crate::control::enrolment::Enrolment;
+use crate::control::memory::FailureNews;
 use crate::control::observed::Timing;
 use crate::control::sessions::Sessions;
 use crate::gateway::state::Gateway;
@@ -98,6 +99,12 @@ impl Serving for Gateway {
             let outlook = outlooks.remove(&*pool.model.name);
             pool.expect(outlook.unwrap_or_default());
         }
+    }
+
+    fn failed(&self, news: &FailureNews) {
+        let model = self.telemetry.metrics.model(&news.model);
+        let node = news.failure.node.as_deref().unwrap_or_default();
+        model.replica_failed(node, news.code());
     }
 }
 

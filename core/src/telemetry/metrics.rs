@@ -4,7 +4,7 @@
 //! What describes a replica is not here: it is rendered from the live fleet at each scrape (`admin::page`), and so
 //! vanishes with the replica.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -23,6 +23,8 @@ use super::histogram::Seconds;
 /// Pairs of tenant and band counted apart within a model; further ones are counted as `other`. The names come from
 /// the configuration, so reaching it is a mistake in the caller: a bound on what that costs.
 pub const SERIES_PER_MODEL_MAX: usize = 4096;
+/// Pairs of node and reason by which a model's failures are counted apart; further ones are counted as `other`. Nodes come and go.
+pub const FAILURE_SERIES_MAX: usize = 1024;
 /// Models counted apart; further ones are counted as `other`.
 pub const MODELS_MAX: usize = 4096;
 
@@ -134,6 +136,8 @@ pub struct ModelMetrics {
     pub inflight: Gauge,
     retries: Counter,
     errors: [AtomicU64; UpstreamError::ALL.len()],
+    /// Of replicas that were started, by node and reason.
+    failures: Mutex<BTreeMap<(String, String), u64>>,
     duration: Seconds,
     first_byte: Seconds,
     series: ArcSwap<Series>,
@@ -235,6 +239,7 @@ impl Metrics {
             .collect();
         encode_requests(encoder, &series)?;
         encode_models(encoder, &models)?;
+        encode_failures(encoder, &models)?;
         let reloads = vec![
             ([("result", "ok")], self.reloads_ok.get()),
             ([("result", "failed")], self.reloads_failed.get()),
@@ -295,6 +300,7 @@ impl ModelMetrics {
             inflight: Gauge::default(),
             retries: Counter::default(),
             errors: Default::default(),
+            failures: Mutex::default(),
             duration: Seconds::default(),
             first_byte: Seconds::default(),
             series: ArcSwap::default(),
@@ -346,6 +352,19 @@ impl ModelMetrics {
     /// Counts an attempt at a replica that failed.
     pub fn upstream_error(&self, kind: UpstreamError) {
         self.errors[kind as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a replica that failed; the node is empty where it did not get as far as one.
+    pub fn replica_failed(&self, node: &str, reason: &str) {
+        let mut failures = self
+            .failures
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut key = (node.to_owned(), reason.to_owned());
+        if failures.len() >= FAILURE_SERIES_MAX && !failures.contains_key(&key) {
+            key = (OTHER.to_owned(), OTHER.to_owned());
+        }
+        *failures.entry(key).or_default() += 1;
     }
 
     fn grow(&self, tenant: &str, band: &str) -> Arc<RequestMetrics> {
@@ -541,6 +560,34 @@ fn encode_models(encoder: &mut DescriptorEncoder<'_>, models: &[Arc<ModelMetrics
     )
 }
 
+fn encode_failures(
+    encoder: &mut DescriptorEncoder<'_>,
+    models: &[Arc<ModelMetrics>],
+) -> fmt::Result {
+    let of_model = |model: &Arc<ModelMetrics>| {
+        let failures = model.failures.lock();
+        failures
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+            .clone()
+    };
+    let all: Vec<_> = models
+        .iter()
+        .map(|model| (&*model.name, of_model(model)))
+        .collect();
+    let rows = all.iter().flat_map(|(model, failures)| {
+        failures.iter().map(|((node, reason), count)| {
+            let labels = [("model", *model), ("node", node), ("reason", reason)];
+            (labels, *count)
+        })
+    });
+    counters(
+        encoder,
+        "llmgw_replica_failures",
+        "Replicas that were started and failed, by where and why.",
+        rows.collect(),
+    )
+}
+
 fn by_name<T>(map: &Map<T>) -> impl Iterator<Item = (&str, &T)> {
     let mut rows: Vec<_> = map
         .iter()
@@ -730,6 +777,24 @@ mod tests {
                 .insert(format!("filler{tenant}").into(), vec![template.clone()]);
         }
         model.series.store(Arc::new(series));
+    }
+
+    #[test]
+    fn failures_are_counted_by_node_and_reason_and_bounded() {
+        let metrics = Arc::new(Metrics::default());
+        let model = metrics.model("m");
+        model.replica_failed("n1", "exited");
+        model.replica_failed("n1", "exited");
+        for node in 0..FAILURE_SERIES_MAX + 5 {
+            model.replica_failed(&format!("x{node}"), "exited");
+        }
+        let text = page(All(metrics));
+        for (node, reason, expected) in [("n1", "exited", 2.0), ("other", "other", 6.0)] {
+            let series = format!(
+                "llmgw_replica_failures_total{{model=\"m\",node=\"{node}\",reason=\"{reason}\"}}"
+            );
+            assert_eq!(value(&text, &series), Some(expected), "{series}");
+        }
     }
 
     #[test]

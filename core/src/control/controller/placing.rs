@@ -197,7 +197,6 @@ impl State {
                 error,
             }) => {
                 let replica = format!("{}/{}", place.model, place.number);
-                tracing::warn!(%replica, %node, "can't be started: {error}");
                 // A plugin renders for one node, which may lack what another one has.
                 let is_nodes = matches!(error, LaunchError::Commands { .. });
                 let failure = Failure {

@@ -119,6 +119,13 @@ fn an_engine_that_fails_is_tried_elsewhere_after_a_while_and_says_why() {
         "m/0 failed on a (exited: it exited with status 1) and is tried again in a while"
     );
     fleet.pass(4);
+    assert_eq!(
+        *lock(&fleet.rest.failed),
+        [
+            "m/0 on a, exited: failed: exited: it exited with status 1; its last line was `out of memory`; next attempt in 5 s"
+        ],
+        "once, however often it is looked at"
+    );
     assert_eq!(fleet.running(), Vec::<String>::new());
     let Ok(Output::Kept(failure)) = fleet.controller.output_of("m/0", 0) else {
         panic!("its last lines are kept");

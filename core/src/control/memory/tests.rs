@@ -32,6 +32,63 @@ fn wait_ms(memory: &Memory, now_ms: u64) -> u64 {
     failures.not_before_ms.saturating_sub(now_ms)
 }
 
+fn told(memory: &mut Memory, now_ms: u64) -> Vec<String> {
+    let news = memory.take_news(now_ms).into_iter();
+    news.map(|news| format!("{}: {news}", news.code()))
+        .collect()
+}
+
+#[test]
+fn a_failure_is_told_once_with_when_the_next_attempt_is() {
+    let mut memory = Memory::default();
+    memory.observe(&Nodes::new(&["a", "b"]).with("a", "m/0", Ready).0);
+    let failure = failed("a", 1, "exited: it exited with status 1");
+    memory.observe(&failure);
+    memory.observe(&failure);
+    assert_eq!(
+        told(&mut memory, NOW_MS + 1),
+        ["exited: failed: exited: it exited with status 1; next attempt in 5 s"]
+    );
+    memory.observe(&failure);
+    assert!(told(&mut memory, NOW_MS + 2).is_empty());
+    memory.observe(&Nodes::new(&["a", "b"]).with("a", "m/0", Ready).0);
+    memory.observe(&failed("a", 2, "rebooted: it ended with its machine"));
+    assert_eq!(
+        told(&mut memory, NOW_MS + 10_000),
+        ["rebooted: failed: rebooted: it ended with its machine; the next attempt is made now"]
+    );
+}
+
+#[test]
+fn what_failed_before_the_server_saw_it_run_is_no_new_failure() {
+    let mut memory = Memory::default();
+    memory.observe(&failed("a", 1, "Gone.\nERROR it left no word"));
+    let news = memory.take_news(NOW_MS + 1);
+    let [news] = &news[..] else {
+        panic!("it is one: {news:?}");
+    };
+    assert!(news.is_old);
+    assert_eq!(news.code(), "other");
+    let said = news.to_string();
+    let line = "had failed before this server saw it run: Gone.?ERROR it left no word; ";
+    assert!(said.starts_with(line), "{said}");
+    assert_eq!(
+        wait_ms(&memory, NOW_MS + 1),
+        5_000,
+        "it counts all the same"
+    );
+    // What was told to start there is the server's own, though it failed before anything else was heard of it.
+    let mut memory = Memory::default();
+    let start = Start {
+        spec: Arc::new(spec("m/0")),
+        sent_ms: NOW_MS,
+        session: SessionId(1),
+    };
+    memory.start("a", start);
+    memory.observe(&failed("a", 1, "executable_missing: `x` is not there"));
+    assert!(!memory.take_news(NOW_MS)[0].is_old);
+}
+
 #[test]
 fn each_attempt_in_a_row_that_fails_doubles_the_wait_up_to_five_minutes() {
     let mut memory = Memory::default();

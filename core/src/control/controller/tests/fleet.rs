@@ -14,6 +14,7 @@ use tokio::sync::watch;
 
 use crate::config::{self, Config};
 use crate::control::controller::{Controller, Serving};
+use crate::control::memory::FailureNews;
 use crate::control::observed::{Commands, NodeEvent, NodeTable, NotSent, Observed, Timing};
 use crate::control::tests::nodes;
 use crate::routing::fleet::Started;
@@ -34,6 +35,7 @@ pub(crate) struct Rest {
     pub requests: Mutex<BTreeMap<String, u32>>,
     pub served: Mutex<Arc<Started>>,
     pub outlooks: Mutex<BTreeMap<String, Outlook>>,
+    pub failed: Mutex<Vec<String>>,
     mail: Mutex<VecDeque<(String, SessionId, ServerMessage)>>,
     pub log: Mutex<Vec<String>>,
 }
@@ -59,6 +61,12 @@ impl Serving for Rest {
 
     fn expect(&self, outlooks: BTreeMap<String, Outlook>) {
         *lock(&self.outlooks) = outlooks;
+    }
+
+    fn failed(&self, news: &FailureNews) {
+        let node = news.failure.node.as_deref().unwrap_or("none");
+        let (replica, code) = (&news.failure.replica, news.code());
+        lock(&self.failed).push(format!("{replica} on {node}, {code}: {news}"));
     }
 }
 
