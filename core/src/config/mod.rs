@@ -31,7 +31,7 @@ pub use check::check_engines;
 pub use date::UtcTime;
 pub(crate) use llmgw_proto::document::suggestion;
 pub use llmgw_proto::document::{ConfigErrors, Problem};
-pub use notes::{needs_restart, not_yet_enforced, warnings};
+pub use notes::{needs_restart, not_yet_enforced, recovery_warning, warnings};
 pub(crate) use profile::{lacks_fp8, problems as profile_problems};
 pub use secret::{KeyHash, Secret};
 pub use url::EngineUrl;

@@ -1,5 +1,7 @@
 //! What an operator is told about a configuration that is valid: what needs a restart, what has no effect yet, what was probably not meant.
 
+use std::time::Duration;
+
 use super::{AdminListen, Config, TlsFiles};
 
 /// The settings that differ and take effect only when the server is started again.
@@ -61,6 +63,19 @@ pub fn not_yet_enforced(config: &Config) -> Vec<String> {
         ));
     }
     said
+}
+
+/// Agents that lost their server try again at least every 10 s, and have to register then. Who places before they did starts second copies.
+pub const RECOVERY_SAFE: Duration = Duration::from_secs(12);
+
+/// A recovery that is over before every agent had a chance to come back. Not for `llmgw dev`, whose one agent brings all with it.
+pub fn recovery_warning(config: &Config) -> Option<String> {
+    let recovery = config.agents.as_ref()?.recovery;
+    (recovery < RECOVERY_SAFE).then(|| {
+        format!(
+            "`agents.recovery` {recovery:?} is less than {RECOVERY_SAFE:?}: agents try again at least every 10 s, so a server that restarts may start second copies of what runs on nodes that are not back yet"
+        )
+    })
 }
 
 /// What is allowed, and probably not meant: one sentence each.

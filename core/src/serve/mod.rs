@@ -135,7 +135,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
     let checked = check(&options)?;
     if options.check {
         println!("{}: ok", options.config.display());
-        for said in remarks(&checked).chain(ends(&checked)) {
+        for said in remarks(&checked, options.dev).chain(ends(&checked)) {
             eprintln!("warning: {said}");
         }
         return Ok(());
@@ -150,7 +150,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         addresses,
     } = bind_all(&checked.config)?;
     opened(checked.opened(addresses.agents));
-    for said in remarks(&checked) {
+    for said in remarks(&checked, options.dev) {
         tracing::warn!("{said}");
     }
     let Checked {
@@ -383,12 +383,14 @@ fn start_telemetry(config: &Config) -> Arc<Telemetry> {
 }
 
 /// What is probably not meant, and what this version does not do yet.
-fn remarks(checked: &Checked) -> impl Iterator<Item = String> {
+fn remarks(checked: &Checked, is_dev: bool) -> impl Iterator<Item = String> {
     let config = &checked.config;
+    let recovery = config::recovery_warning(config).filter(|_| !is_dev);
     let tls = checked.tls.opened().flat_map(OpenedTls::remarks);
     config::warnings(config)
         .into_iter()
         .chain(config::not_yet_enforced(config))
+        .chain(recovery)
         .chain(tls)
         .chain(agents::remark(config, &checked.tls.door()))
 }

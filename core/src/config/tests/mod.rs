@@ -679,6 +679,22 @@ fn changes_that_need_a_restart_are_named() {
 }
 
 #[test]
+fn a_recovery_that_agents_may_not_be_back_in_is_told() {
+    let of = |recovery: &str| {
+        let config = good(&format!("agents: {{recovery: {recovery}}}\nmodels: []\n"));
+        recovery_warning(&config)
+    };
+    for short in ["0s", "5s", "11999ms"] {
+        let told = of(short).unwrap_or_default();
+        assert!(told.starts_with("`agents.recovery` "), "{short}: {told}");
+        assert!(told.contains(" is less than 12s: "), "{short}: {told}");
+    }
+    assert_eq!(of("12s"), None);
+    assert_eq!(recovery_warning(&good("agents: {}\nmodels: []\n")), None);
+    assert_eq!(recovery_warning(&good("models: []\n")), None);
+}
+
+#[test]
 fn what_is_not_enforced_yet_and_what_is_probably_not_meant_is_said() {
     assert!(not_yet_enforced(&good(EXAMPLE)).is_empty());
     let alone = "models:\n- {name: m, profiles: [{name: p, engine: llamacpp}]}\n";
