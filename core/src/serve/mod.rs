@@ -6,6 +6,7 @@ mod fleet;
 pub mod reload;
 pub mod report;
 pub mod signals;
+mod state_dir;
 pub mod ticks;
 mod tls;
 
@@ -307,7 +308,7 @@ async fn drain(
 /// The tokens of an earlier run, and who signs.
 fn open_enrolment(config: &Config, door: Door) -> Result<Arc<Enrolment>, ServerError> {
     let leads = Arc::new(move |authority: &Fingerprint| door.leads_to(authority));
-    let start = |error: FileProblem| ServerError::Start(error.to_string());
+    let start = |error: FileProblem| ServerError::Start(format!("`state`: {error}"));
     let enrolment = Enrolment::open(&config.state, leads).map_err(start)?;
     enrolment.configure(config.agents.as_ref()).map_err(start)?;
     Ok(Arc::new(enrolment))
@@ -391,6 +392,7 @@ fn remarks(checked: &Checked, is_dev: bool) -> impl Iterator<Item = String> {
         .into_iter()
         .chain(config::not_yet_enforced(config))
         .chain(recovery)
+        .chain(state_dir::remark(&config.state))
         .chain(tls)
         .chain(agents::remark(config, &checked.tls.door()))
 }
