@@ -253,6 +253,29 @@ fn a_broken_configuration_keeps_the_last_good_one_and_is_on_show() {
 }
 
 #[test]
+fn what_waits_for_the_next_start_is_said_by_every_reload_and_the_status_until_it_is_undone() {
+    let gateway = Gateway::over("vllm", &[&engine(Kind::Vllm, "{}")]);
+    let before = std::fs::read_to_string(gateway.dir.join("llmgw.yaml")).unwrap();
+    let after = before.replace("state: state", "state: other");
+    assert_ne!(before, after);
+    gateway.write_config(&after);
+    for _ in 0..2 {
+        let ran = ctl(&gateway, &["reload"]);
+        assert_eq!(ran.status, 0, "{}", ran.stderr);
+        let said = "; `state` changed: takes effect with the next start\n";
+        assert!(ran.stdout.ends_with(said), "{}", ran.stdout);
+    }
+    let shown = "state changed: takes effect with the next start";
+    let ran = ctl(&gateway, &["status"]);
+    assert!(ran.stdout.contains(shown), "{}", ran.stdout);
+    gateway.write_config(&before);
+    let ran = ctl(&gateway, &["reload"]);
+    assert!(!ran.stdout.contains("next start"), "{}", ran.stdout);
+    let ran = ctl(&gateway, &["status"]);
+    assert!(!ran.stdout.contains(shown), "{}", ran.stdout);
+}
+
+#[test]
 fn sighup_reloads_and_kills_nothing() {
     let engine = engine(Kind::Vllm, "{}");
     let mut gateway = Gateway::over("vllm", &[&engine]);

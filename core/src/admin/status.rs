@@ -64,6 +64,8 @@ pub struct ConfigStatus {
     pub loaded_at_ms: u64,
     /// Why the file as it is now is not in force. None: it is.
     pub last_error: Option<String>,
+    /// Settings of it that take effect with the next start.
+    pub needs_restart: Vec<String>,
 }
 
 /// A model of the catalog.

@@ -92,6 +92,12 @@ pub fn status(report: &StatusReport, now_ms: u64) -> String {
             plain_lines(error).replace('\n', "\n          ")
         ));
     }
+    for key in &config.needs_restart {
+        text.push_str(&format!(
+            "          {} changed: takes effect with the next start\n",
+            plain(key)
+        ));
+    }
     text.push_str(&format!("policies  generation {}\n\n", report.generation));
     let rows: Vec<[String; 6]> = report
         .models
@@ -475,6 +481,7 @@ mod tests {
                 source: "llmgw.yaml".into(),
                 loaded_at_ms: 1000,
                 last_error: Some("llmgw.yaml:3: no".into()),
+                needs_restart: vec!["listen".into()],
             },
             models: vec![ModelStatus {
                 name: "smollm2".into(),
@@ -536,6 +543,7 @@ mod tests {
              clients   http://127.0.0.1:8080\n\
              config    llmgw.yaml, loaded 30s ago\n\
              \x20         NOT IN FORCE as it is now: llmgw.yaml:3: no\n\
+             \x20         listen changed: takes effect with the next start\n\
              policies  generation 4\n\
              \n\
              MODEL    READY  INFLIGHT  QUEUED  ERRORS/MIN  WHY\n\

@@ -27,6 +27,8 @@ pub struct Reloads {
     /// The agents, and what runs on them. None: nothing is started here.
     fleet: Option<Fleet>,
     certificates: Arc<Certificates>,
+    /// The configuration of the start: what needs a restart is in force from it.
+    at_start: Arc<Config>,
     /// Held from reading the file until it is in force: of two reloads at once the later one must win, and each must
     /// see the fleet that the other one made, else its probes would never end.
     turn: Mutex<()>,
@@ -74,8 +76,10 @@ impl Reloads {
         fleet: Option<Fleet>,
         certificates: Arc<Certificates>,
     ) -> Arc<Reloads> {
+        let at_start = gateway.runtime.load().config.clone();
         Arc::new(Reloads {
             options,
+            at_start,
             gateway,
             fleet,
             certificates,
@@ -95,6 +99,11 @@ impl Reloads {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
+    }
+
+    /// Settings that changed since the start and take effect with the next one.
+    pub fn needs_restart(&self) -> Vec<&'static str> {
+        config::needs_restart(&self.at_start, &self.gateway.runtime.load().config)
     }
 
     /// What the configuration of the start would stop, and does not until an operator means it.
@@ -140,10 +149,16 @@ impl Reloads {
         let config = self.take(confirmed);
         let certificates = self.certificates.look_now();
         match (config, policies, certificates) {
-            (Ok(()), Ok(generation), Ok(())) => Ok(format!(
-                "{} is in force, policies generation {generation}",
-                self.options.config.display()
-            )),
+            (Ok(()), Ok(generation), Ok(())) => {
+                let file = self.options.config.display();
+                let mut said = format!("{file} is in force, policies generation {generation}");
+                for key in self.needs_restart() {
+                    said.push_str(&format!(
+                        "; `{key}` changed: takes effect with the next start"
+                    ));
+                }
+                Ok(said)
+            }
             (config, policies, certificates) => {
                 Err([config.err(), policies.err(), certificates.err()]
                     .into_iter()
@@ -227,8 +242,7 @@ impl Reloads {
     }
 
     fn apply(&self, config: Config, staged: Staged, confirmed: Confirmed) {
-        let before = self.gateway.runtime.load().config.clone();
-        for key in config::needs_restart(&before, &config) {
+        for key in config::needs_restart(&self.at_start, &config) {
             tracing::warn!("`{key}` changed; it takes effect with the next start");
         }
         let models = config.catalog.models.len();

@@ -71,6 +71,11 @@ pub fn of(
             config: ConfigStatus {
                 source: runtime.config.source.display().to_string(),
                 loaded_at_ms: reload.loaded_at_ms,
+                needs_restart: reloads
+                    .needs_restart()
+                    .into_iter()
+                    .map(str::to_owned)
+                    .collect(),
                 last_error: reload.last_error.or_else(|| reloads.held_since_start()),
             },
             models: runtime
