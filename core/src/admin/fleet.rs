@@ -153,7 +153,7 @@ fn answer(
     Ok(match question {
         FleetQuestion::Nodes => json!({"nodes": controller.nodes()}),
         FleetQuestion::Started | FleetQuestion::Logs => {
-            json!({"replicas": controller.replicas()})
+            json!({"replicas": controller.replicas(), "waiting": controller.waiting()})
         }
         FleetQuestion::Explain => {
             let explained = controller

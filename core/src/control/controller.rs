@@ -35,11 +35,13 @@ mod outbox;
 mod outlook;
 mod output;
 mod placing;
+mod waiting;
 
 pub use hold::Held;
 pub use node::{CertificateReport, NodeReport};
 pub use operator::{FailureReport, ModelExplanation, OperatorError, ReplicaReport};
 pub use output::Output;
+pub use waiting::WaitingReport;
 
 /// Without any news the fleet is looked at this often: deadlines pass silently.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);

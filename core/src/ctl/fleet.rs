@@ -111,6 +111,25 @@ struct Started {
     outdated: bool,
 }
 
+/// What `ctl` reads of replicas that wait to be started.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Waiting {
+    model: String,
+    replicas: u64,
+    node: Option<String>,
+    profile: Option<String>,
+    reason: String,
+    waits_ms: u64,
+}
+
+/// What the server starts: the replicas that there are, and those that wait.
+#[derive(Debug, Default)]
+pub(super) struct StartedPage {
+    pub(super) replicas: Vec<Value>,
+    pub(super) waiting: Vec<Value>,
+}
+
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Line {
@@ -222,30 +241,37 @@ async fn logs(
     Ok(())
 }
 
-/// The replicas that the server started; none where it starts none.
-pub(super) async fn started(admin: &Admin) -> Result<Vec<Value>, CtlError> {
+/// The replicas that the server started or will; none where it starts none.
+pub(super) async fn started(admin: &Admin) -> Result<StartedPage, CtlError> {
     match admin.get("/v1/started").await {
         Ok(answer) => {
-            let replicas = answer.get("replicas").and_then(Value::as_array);
-            Ok(replicas.cloned().unwrap_or_default())
+            let part = |name: &str| {
+                let rows = answer.get(name).and_then(Value::as_array);
+                rows.cloned().unwrap_or_default()
+            };
+            Ok(StartedPage {
+                replicas: part("replicas"),
+                waiting: part("waiting"),
+            })
         }
         // An older server, or one without a fleet, has none.
         Err(ClientError::Refused { code, .. })
             if ["no_fleet", "not_found"].contains(&code.as_str()) =>
         {
-            Ok(Vec::new())
+            Ok(StartedPage::default())
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// Below the replicas in the pools; nothing where nothing is started.
-pub(super) fn started_table(replicas: Vec<Value>) -> Result<String, CtlError> {
-    let replicas: Vec<Started> = parsed(Value::Array(replicas))?;
-    if replicas.is_empty() {
+/// Below the replicas in the pools; nothing where nothing is to be started.
+pub(super) fn started_table(page: StartedPage) -> Result<String, CtlError> {
+    let replicas: Vec<Started> = parsed(Value::Array(page.replicas))?;
+    let waiting: Vec<Waiting> = parsed(Value::Array(page.waiting))?;
+    if replicas.is_empty() && waiting.is_empty() {
         return Ok(String::new());
     }
-    let rows: Vec<[String; 5]> = replicas
+    let mut rows: Vec<[String; 5]> = replicas
         .into_iter()
         .map(|replica| {
             let node = match &*replica.node_state {
@@ -260,8 +286,25 @@ pub(super) fn started_table(replicas: Vec<Value>) -> Result<String, CtlError> {
             [replica.id, replica.state, node, replica.profile, why]
         })
         .collect();
+    rows.extend(waiting.into_iter().map(waiting_row));
     let head = ["STARTED", "STATE", "NODE", "PROFILE", "WHY"];
     Ok(format!("\n{}", table(head, &rows)))
+}
+
+/// A row of the same table. There is no replica yet, so the model stands for it.
+fn waiting_row(waiting: Waiting) -> [String; 5] {
+    let count = match waiting.replicas {
+        1 => "1 replica".to_owned(),
+        number => format!("{number} replicas"),
+    };
+    let next = match waiting.waits_ms {
+        0 => String::new(),
+        ms => format!("; next attempt in {} s", ms.div_ceil(1_000)),
+    };
+    let why = format!("{count}: {}{next}", waiting.reason);
+    let or_none = |text: Option<String>| text.unwrap_or_else(|| UNKNOWN.to_owned());
+    let (node, profile) = (or_none(waiting.node), or_none(waiting.profile));
+    [waiting.model, "waiting".to_owned(), node, profile, why]
 }
 
 fn node_table(nodes: &[Node]) -> String {
@@ -335,7 +378,7 @@ async fn named(admin: &Admin, replica: &str) -> Result<String, CtlError> {
     if replica.contains('/') {
         return Ok(replica.to_owned());
     }
-    let started: Vec<Started> = parsed(Value::Array(started(admin).await?))?;
+    let started: Vec<Started> = parsed(Value::Array(started(admin).await?.replicas))?;
     let mut there = started.into_iter();
     let is_meant = |known: &Started| known.address.as_deref() == Some(replica);
     // What is unknown is so to the server, which says what there is.

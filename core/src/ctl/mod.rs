@@ -299,7 +299,7 @@ async fn replicas(args: &CtlArgs, out: &mut dyn Write) -> Result<(), CtlError> {
     if args.format == OutputFormat::Json {
         let mut rows = show::replica_rows(&answer);
         if let Value::Array(rows) = &mut rows {
-            rows.extend(started);
+            rows.extend(started.replicas);
         }
         return Ok(writeln!(out, "{rows:#}")?);
     }

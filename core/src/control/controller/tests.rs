@@ -127,12 +127,22 @@ fn an_engine_that_fails_is_tried_elsewhere_after_a_while_and_says_why() {
         "once, however often it is looked at"
     );
     assert_eq!(fleet.running(), Vec::<String>::new());
+    let waiting = fleet.controller.waiting();
+    let [waiting] = &waiting[..] else {
+        panic!("one waits: {waiting:?}");
+    };
+    assert_eq!((waiting.replicas, waiting.waits_ms), (1, 1_000));
+    assert_eq!(
+        (waiting.node.as_deref(), &*waiting.reason),
+        (Some("a"), "exited: it exited with status 1")
+    );
     let Ok(Output::Kept(failure)) = fleet.controller.output_of("m/0", 0) else {
         panic!("its last lines are kept");
     };
     assert_eq!(failure.lines[0].text, "out of memory");
     fleet.pass(1);
     assert_eq!(fleet.running(), ["m/0 on b: loading"]);
+    assert_eq!(fleet.controller.waiting(), []);
     let (node, shard) = ("b".to_owned(), "m/0/0".to_owned());
     let output = fleet.controller.output_of("m/0", 0);
     assert_eq!(output.expect("it runs"), Output::At { node, shard });

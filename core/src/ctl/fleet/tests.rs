@@ -71,6 +71,18 @@ async fn the_fleet_is_shown() {
 }
 
 #[tokio::test]
+async fn a_replica_that_waits_for_its_next_attempt_is_a_row_of_its_own() {
+    let (mut fleet, admin) = fleet().await;
+    fleet.fail("org/m/0");
+    let (status, text) = run(&admin, &["replicas"]).await;
+    assert_eq!(status, 0);
+    let row = "\
+        STARTED  STATE    NODE  PROFILE  WHY\n\
+        org/m    waiting  a     p        1 replica: exited: it exited with status 1; next attempt in 5 s\n";
+    assert!(text.ends_with(row), "{text}");
+}
+
+#[tokio::test]
 async fn a_snapshot_that_is_written_to_a_file_is_one() {
     let (_fleet, admin) = fleet().await;
     let name = format!("llmgw-snapshot-{}.json", std::process::id());
