@@ -98,12 +98,18 @@ pub struct Absence {
     /// Since when the node is lost, where it is.
     pub lost_since_ms: Option<u64>,
     pub cause: Cause,
+    /// What somebody who came as this node since was last told: most likely its own agent.
+    pub refused: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// The stream ended without a goodbye.
     StreamEnded(String),
+    /// This server ended the session, for this reason.
+    Refused(String),
+    /// This server stops.
+    ServerStops,
     /// Nothing was heard for three heartbeats.
     Silent,
     /// The agent stopped on purpose. Its engines may run on, so this is no alarm; for longer than `lost_after` it is a lost node like any other.
@@ -157,6 +163,12 @@ pub enum NodeEvent {
         node: String,
         session: SessionId,
         why: String,
+    },
+    /// This server ended the session, or let nobody in as this node.
+    Dismissed {
+        node: String,
+        session: SessionId,
+        cause: Cause,
     },
     /// Time passed.
     Tick,
@@ -274,6 +286,8 @@ impl std::fmt::Display for Cause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Cause::StreamEnded(why) => write!(f, "the stream ended without a goodbye: {why}"),
+            Cause::Refused(why) => write!(f, "refused: {why}"),
+            Cause::ServerStops => f.write_str("this server stops"),
             Cause::Silent => f.write_str("nothing was heard for three heartbeats"),
             Cause::Goodbye(goodbye) => {
                 let stay = match goodbye.engines_stay {

@@ -92,7 +92,10 @@ pub(super) fn node_report(
     let certificate = certificate.map(|shown| CertificateReport::of(shown, Moment::now()));
     let is_draining = node.state == NodeState::Draining;
     let mut reason = match (&seen.absence, &node.problem) {
-        (Some(absence), _) => absence.cause.to_string(),
+        (Some(absence), _) => match &absence.refused {
+            Some(why) => format!("refused: {why}"),
+            None => absence.cause.to_string(),
+        },
         (None, Some(problem)) => problem.clone(),
         (None, None) if is_draining && mine.is_empty() => "it is empty".to_owned(),
         (None, None) if is_draining => drain_reason(&mine, state, requests),

@@ -83,6 +83,11 @@ impl NodeTable {
                     false => Vec::new(),
                 }
             }
+            NodeEvent::Dismissed {
+                node,
+                session,
+                cause,
+            } => self.dismissed(&node, session, cause),
             NodeEvent::Tick => self.tick(),
         };
         if changes.iter().any(Change::is_seen) {
@@ -97,6 +102,20 @@ impl NodeTable {
         let passed = now_ms.saturating_sub(self.last_now_ms);
         self.last_now_ms = now_ms;
         self.observed.now_ms += passed.min(millis(self.timing.heartbeat));
+    }
+
+    fn dismissed(&mut self, id: &str, session: SessionId, cause: Cause) -> Vec<Change> {
+        if self.speaks(id, session) {
+            return self.leaves(id, cause);
+        }
+        if let Cause::Refused(why) = cause
+            && let Some(node) = self.observed.nodes.get_mut(id)
+            && let Some(absence) = &mut Arc::make_mut(node).absence
+        {
+            // No decision hangs on it: who looks sees it after the next tick.
+            absence.refused = Some(why);
+        }
+        Vec::new()
     }
 
     fn speaks(&self, node: &str, session: SessionId) -> bool {
@@ -313,6 +332,7 @@ impl NodeTable {
             counts_from_ms: now_ms,
             lost_since_ms: None,
             cause: cause.clone(),
+            refused: None,
         });
         vec![Change::State {
             node: id.to_owned(),

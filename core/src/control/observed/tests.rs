@@ -433,6 +433,35 @@ fn a_goodbye_is_planned_but_a_node_that_stays_away_is_lost_all_the_same() {
 }
 
 #[test]
+fn an_absent_node_keeps_what_it_was_last_refused_for_until_it_is_back() {
+    let mut heard = Heard::new();
+    heard.join("n1", 1);
+    let refused = |session, why: &str| NodeEvent::Dismissed {
+        node: "n1".to_owned(),
+        session: SessionId(session),
+        cause: Cause::Refused(why.to_owned()),
+    };
+    assert_eq!(heard.apply(refused(9, "no certificate")), []);
+    assert!(heard.node("n1").absence.is_none(), "it is there");
+    let changes = heard.apply(refused(1, "revoked"));
+    assert_eq!(states(&changes), [("n1", NodeState::Unreachable)]);
+    let absence = heard.node("n1").absence.clone().unwrap();
+    assert_eq!(absence.cause.to_string(), "refused: revoked");
+    assert_eq!(heard.apply(refused(2, "expired")), []);
+    let absence = heard.node("n1").absence.clone().unwrap();
+    assert_eq!(absence.refused.as_deref(), Some("expired"));
+    heard.join("n1", 3);
+    assert!(heard.node("n1").absence.is_none());
+    let unknown = NodeEvent::Dismissed {
+        node: "n7".to_owned(),
+        session: SessionId(4),
+        cause: Cause::Refused("revoked".to_owned()),
+    };
+    assert_eq!(heard.apply(unknown), []);
+    assert!(!heard.table.observed().nodes.contains_key("n7"));
+}
+
+#[test]
 fn draining_is_the_nodes_own_word_and_outlives_its_session() {
     let mut heard = Heard::new();
     heard.join("n1", 1);

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use llmgw_proto::convert::Framed;
@@ -27,7 +27,7 @@ use super::keeper::Input;
 use super::seats::{OUTGOING_MAX, Seat, Seats};
 use super::strangers::Stranger;
 use super::tails::Tails;
-use crate::control::observed::{NodeCertificate, NodeEvent};
+use crate::control::observed::{Cause, NodeCertificate, NodeEvent};
 
 /// For the last words of a session to be read. Who reads them hangs up, so this is for machines that are slow, and for who never does.
 const LAST_WORDS_MAX: Duration = Duration::from_secs(5);
@@ -162,6 +162,7 @@ impl Host for Connection {
             peer: self.peer.clone(),
             outgoing,
             over: self.over.clone(),
+            last: Arc::default(),
             accepted: self.accepted.clone(),
         };
         tokio::spawn(session.run(heard));
@@ -185,6 +186,8 @@ struct Session {
     peer: Peer,
     outgoing: mpsc::Sender<Framed<ServerMessage>>,
     over: CancellationToken,
+    /// What this server ended it with, if it did.
+    last: Arc<OnceLock<ServerMessage>>,
     accepted: CancellationToken,
 }
 
@@ -198,7 +201,10 @@ impl Session {
         };
         let (register, certificate) = match self.registration(first) {
             Ok(registered) => registered,
-            Err(not) => return self.refuse(not),
+            Err(not) => {
+                self.is_refused(&not.refusal);
+                return self.refuse(not);
+            }
         };
         let node = register.node.clone();
         let registers = Input::Registers {
@@ -213,6 +219,7 @@ impl Session {
                 peer: self.peer.clone(),
                 outgoing: self.outgoing.clone(),
                 over: self.over.clone(),
+                last: self.last.clone(),
             },
         };
         if self.shared.inputs.send(registers).await.is_err() {
@@ -220,10 +227,14 @@ impl Session {
         }
         self.accepted.cancel();
         let why = self.listen(&node, &mut heard).await;
-        let event = NodeEvent::Ended {
-            node,
-            session: self.id,
-            why,
+        let session = self.id;
+        let event = match self.last.get() {
+            None => NodeEvent::Ended { node, session, why },
+            Some(last) => NodeEvent::Dismissed {
+                node,
+                session,
+                cause: dismissal(last),
+            },
         };
         let ended = Input::Ended {
             session: self.id,
@@ -363,6 +374,19 @@ impl Session {
         }
     }
 
+    /// Has it kept for whoever looks for the node. Nobody waits for room: a stranger is not worth it, and comes again.
+    fn is_refused(&self, refusal: &Refusal) {
+        if refusal.claimed.is_empty() {
+            return;
+        }
+        let event = NodeEvent::Dismissed {
+            node: refusal.claimed.clone(),
+            session: self.id,
+            cause: Cause::Refused(refusal.message.clone()),
+        };
+        let _ = self.shared.inputs.try_send(Input::Said(event));
+    }
+
     fn refuse(&self, not: NotThem) {
         let NotThem { kind, refusal } = not;
         if let Some(unsaid) = self.shared.gate.may_say(self.peer.address, kind) {
@@ -373,5 +397,14 @@ impl Session {
             session: self.id,
             message: ServerMessage::Refused(refusal),
         });
+    }
+}
+
+/// Why a node is absent whose session ended with these words.
+fn dismissal(last: &ServerMessage) -> Cause {
+    match last {
+        ServerMessage::Refused(refusal) => Cause::Refused(refusal.message.clone()),
+        ServerMessage::Leaving(_) => Cause::ServerStops,
+        other => Cause::StreamEnded(format!("the server ended it with `{}`", other.name())),
     }
 }

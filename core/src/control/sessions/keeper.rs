@@ -278,7 +278,10 @@ impl Keeper {
 fn say_absent(node: &str, to: NodeState, cause: &Cause) {
     let to = to.as_str();
     match cause {
-        Cause::Goodbye(_) => tracing::info!("node `{node}` is {to}: {cause}"),
+        // Somebody here meant it, and a refusal was said with who was refused.
+        Cause::Goodbye(_) | Cause::Refused(_) | Cause::ServerStops => {
+            tracing::info!("node `{node}` is {to}: {cause}")
+        }
         Cause::StreamEnded(_) | Cause::Silent => tracing::warn!("node `{node}` is {to}: {cause}"),
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use llmgw_proto::convert::{self, Framed};
 use llmgw_proto::session::{Refusal, RefusalCode, ServerMessage, SessionId};
@@ -24,6 +24,8 @@ pub(super) struct Seat {
     pub(super) outgoing: mpsc::Sender<Framed<ServerMessage>>,
     /// The session is over: its connection is closed once its last words have left.
     pub(super) over: CancellationToken,
+    /// What this server ended it with. Set before `over`.
+    pub(super) last: Arc<OnceLock<ServerMessage>>,
 }
 
 /// All seats. Shared by the keeper, which puts sessions in and takes them out, and by whoever sends commands.
@@ -137,6 +139,7 @@ impl Seats {
 
 impl Seat {
     pub(super) fn end(&self, session: SessionId, last: ServerMessage) {
+        let _ = self.last.set(last.clone());
         // Before the last words: who hangs up over them must not be taken for one that vanished.
         self.over.cancel();
         // They leave all the same, since the connection stays for a while. Who does not read gets none.

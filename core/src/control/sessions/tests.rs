@@ -24,7 +24,7 @@ use super::keeper::Input;
 use super::seats::Seats;
 use super::strangers::{STRANGERS_OF_ADDRESS_MAX, Strangers};
 use super::{Door, Sessions, SessionsOptions, TailError};
-use crate::control::observed::{Cause, Commands, NotSent, Observed, Timing};
+use crate::control::observed::{Cause, Commands, NodeEvent, NotSent, Observed, Timing};
 use crate::control::snapshot::NodeState;
 
 mod identity;
@@ -643,6 +643,14 @@ async fn a_node_that_says_it_is_reached_where_the_server_is_does_not_register() 
         };
         assert_eq!(refusal.code, RefusalCode::Malformed);
         assert!(refusal.message.contains(said), "{refusal}");
+        // All that is heard of it is that it was refused.
+        if !refusal.claimed.is_empty() {
+            let Ok(Input::Said(NodeEvent::Dismissed { node, cause, .. })) = inputs.try_recv()
+            else {
+                panic!("{advertise}: something else was heard");
+            };
+            assert_eq!((&*node, cause), ("n1", Cause::Refused(refusal.message)));
+        }
         assert!(inputs.try_recv().is_err(), "{advertise}");
     }
 }

@@ -341,12 +341,15 @@ async fn a_serial_that_is_denied_ends_its_session_at_once_and_lets_nobody_in_aga
         .await;
     assert_eq!(observed.nodes["n2"].state, NodeState::Ready);
     let absence = observed.nodes["n1"].absence.clone().unwrap();
-    assert!(
-        matches!(absence.cause, Cause::StreamEnded(_)),
-        "{absence:?}"
-    );
+    assert_eq!(absence.cause, Cause::Refused(refusal.message.clone()));
     let again = guarded.refusal(Some(&lost), register("n1")).await;
     assert!(again.message.starts_with(&said), "{again}");
+    // Whoever looks for the node sees what its agent is told.
+    let is_shown = |observed: &crate::control::observed::Observed| {
+        let absence = observed.nodes["n1"].absence.as_ref();
+        absence.and_then(|absence| absence.refused.as_ref()) == Some(&again.message)
+    };
+    guarded.server.until("its refusal is shown", is_shown).await;
     // A new one for the same node does, and so does the old one once it is no longer listed.
     let _new = guarded.agent(&guarded.authority.agent("n1"), "n1").await;
     guarded.server.sessions.deny(BTreeSet::new());
@@ -471,6 +474,7 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
             },
             outgoing,
             over: over.clone(),
+            last: Arc::default(),
         },
     };
     let stop = CancellationToken::new();
@@ -518,6 +522,7 @@ async fn a_session_that_was_ended_while_its_registration_waited_never_reaches_th
             },
             outgoing,
             over: CancellationToken::new(),
+            last: Arc::default(),
         },
     };
     inputs.send(registers).await.unwrap();
