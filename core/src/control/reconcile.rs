@@ -368,7 +368,7 @@ impl Wanted {
 impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Why::NotInCatalog => "the catalog has no such model with profiles",
+            Why::NotInCatalog => "the configuration no longer has its model, or no profiles of it",
             Why::Surplus => "there are more replicas than wanted",
             Why::Outdated => "its model or profile changed",
             Why::NodeDrains => "its node is taken out of use",

@@ -279,9 +279,10 @@ pub(super) fn started_table(page: StartedPage) -> Result<String, CtlError> {
                 state => format!("{} ({state})", replica.node),
             };
             let mut why = replica.reason;
-            if replica.outdated {
+            // One that leaves says why by itself.
+            if replica.outdated && !why.starts_with("leaves: ") {
                 let gap = if why.is_empty() { "" } else { "; " };
-                write!(why, "{gap}outdated").ok();
+                write!(why, "{gap}outdated: its model or profile changed").ok();
             }
             [replica.id, replica.state, node, replica.profile, why]
         })

@@ -11,7 +11,7 @@ use crate::control::explain::ProfileAnswer;
 use crate::control::launch::{self, Chosen, LaunchError};
 use crate::control::memory::{Failure, Start};
 use crate::control::observed::NotSent;
-use crate::control::placement::{Decision, JobSpec, place};
+use crate::control::placement::{Decision, JobSpec, code, place};
 use crate::control::reconcile::Place;
 use crate::control::snapshot::Snapshot;
 use crate::control::world;
@@ -187,7 +187,11 @@ impl State {
                     reason,
                 };
                 let before = self.unplaced.insert(place.model.clone(), unplaced.clone());
-                if before.is_none_or(|before| before.reason != unplaced.reason) {
+                let is_news = before.is_none_or(|before| before.reason != unplaced.reason);
+                if is_news && view.observed.nodes.is_empty() {
+                    // As at every start: the first agent is about to come.
+                    tracing::info!(model = %place.model, "waits for a node: {}", unplaced.reason);
+                } else if is_news {
                     tracing::warn!(model = %place.model, "no place for a replica: {}", unplaced.reason);
                 }
             }
@@ -272,8 +276,13 @@ fn no_place(decision: &Decision) -> String {
     match answer.why.first() {
         Some(first) => {
             let plural = if first.nodes == 1 { "" } else { "s" };
+            let drains = first.code == code::NODE_STATE && first.detail.contains(": draining");
+            let way_out = match drains {
+                true => "; `llmgw ctl undrain NODE` puts one back into use",
+                false => "",
+            };
             format!(
-                "no node has a place for it: `{}` on {} node{plural} ({})",
+                "no node has a place for it: `{}` on {} node{plural} ({}){way_out}",
                 first.code, first.nodes, first.detail
             )
         }

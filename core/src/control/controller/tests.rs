@@ -433,8 +433,7 @@ fn a_drain_whose_replacement_has_no_place_says_so_and_waits_for_its_timeout_only
     fleet.pass(19);
     assert_eq!(fleet.running(), ["m/0 on a: ready"]);
     let reason = fleet.controller.nodes()[0].reason.clone();
-    let wanted =
-        "waits for a replacement of m/0: no node has a place for it: `node_state` on 1 node";
+    let wanted = "waits for a replacement of m/0: no node has a place for it: `node_state` on 1 node (a: draining); `llmgw ctl undrain NODE` puts one back into use";
     assert!(reason.starts_with(wanted), "{reason}");
     lock(&fleet.rest.requests).insert(FIRST.to_owned(), 1);
     fleet.pass(30);

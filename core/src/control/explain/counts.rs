@@ -198,8 +198,14 @@ fn detail(code: &str, nodes: &[&Refused<'_>]) -> String {
         found.cloned().expect("the nodes were chosen by this code")
     };
     let reasons: Vec<(&String, Reason)> = nodes.iter().map(|node| (node.0, reason(node))).collect();
-    if code == code::GPU_CLASS || code == code::NO_GPU {
-        let mut kinds: Vec<&str> = reasons.iter().map(|(_, reason)| &*reason.short).collect();
+    let is_kind = code == code::GPU_CLASS || code == code::NO_GPU;
+    if is_kind || code == code::NODE_STATE {
+        let one = |(node, reason): &(&String, Reason)| match is_kind {
+            true => reason.short.clone(),
+            // Somebody has to do something about each of them.
+            false => format!("{node}: {}", reason.short),
+        };
+        let mut kinds: Vec<String> = reasons.iter().map(one).collect();
         kinds.sort_unstable();
         kinds.dedup();
         let more = kinds.len().saturating_sub(LISTED_MAX);

@@ -88,7 +88,7 @@ deepseek-v3  1 of 1 replica missing
 asked    profile two-nodes: 2 nodes x 8 h100-sxm-80g, one NVLink domain each, all in one fabric
 fleet    4 nodes: 4 considered, 0 fit
 why         nodes  alone  detail
-node_state      3      1  ml-03: unreachable
+node_state      3      1  ml-02: lost, ml-03: unreachable, ml-04: draining
 gpus_busy       3      1  best ml-01: 4 free of 8
 nearest  ml-01: needs 4 more GPUs
          ml-03: needs to be ready (it is unreachable)
