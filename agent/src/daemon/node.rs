@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use llmgw_proto::inventory::gpu::Gpu;
+use llmgw_proto::inventory::gpu::{DriverState, Gpu};
 use llmgw_proto::inventory::{Gpus, Inventory};
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
@@ -33,8 +33,8 @@ pub(super) struct Node {
 #[derive(Clone, Debug)]
 struct LookedAt {
     gpus: Gpus,
-    /// When the driver had last answered.
-    answered: Instant,
+    /// When the driver was asked for it.
+    asked: Instant,
 }
 
 /// The processes of this node's shards, with those that ended since the driver was last asked: it lists them still, and they are no
@@ -137,9 +137,9 @@ impl LookedAt {
     /// As if no process were this node's own. `None`: the first probe is still on its way.
     fn now(watch: &GpuWatch) -> Option<LookedAt> {
         // Asked first: what is seen next is at least as new.
-        let answered = watch.answered()?;
+        let asked = watch.asked()?;
         let gpus = watch.latest(&|_| false)?;
-        Some(LookedAt { gpus, answered })
+        Some(LookedAt { gpus, asked })
     }
 
     fn settle(&mut self, own: &dyn Fn(u32) -> bool) {
@@ -187,7 +187,9 @@ impl OwnPids {
         // A probe that was under way when they ended may list them too.
         let (own, ended) = (&self.now, &mut self.ended);
         ended.retain(|pid, since| {
-            let may_be_listed = looked.lists(*pid) || looked.answered <= *since;
+            // While the driver is silent its list is only what it was.
+            let is_coming = looked.gpus.driver == DriverState::Answering;
+            let may_be_listed = looked.asked <= *since && (is_coming || looked.lists(*pid));
             may_be_listed && !own.contains(pid) && !processes.living.contains(pid)
         });
     }
@@ -217,7 +219,7 @@ impl GpuFacts for Node {
     fn gpu(&self, uuid: &str) -> Option<GpuFact> {
         let looked = lock(&self.looked);
         let found = looked.find(uuid)?;
-        Some(fact(found, looked.answered))
+        Some(fact(found, looked.asked))
     }
 }
 
@@ -235,7 +237,7 @@ mod tests {
     const INVENTORY: &str = include_str!("../../../tests/recordings/inventory/two-gpus.json");
 
     /// A probe that found these processes on the first GPU.
-    fn probed(answered: Instant, pids: &[u32]) -> LookedAt {
+    fn probed(asked: Instant, pids: &[u32]) -> LookedAt {
         let inventory: Inventory = serde_json::from_str(INVENTORY).unwrap();
         let mut gpus = inventory.gpus;
         let process = |pid: &u32| GpuProcess {
@@ -244,7 +246,7 @@ mod tests {
         };
         gpus.devices[0].processes = Reading::Known(pids.iter().map(process).collect());
         gpus.devices[0].memory.used_mib = Reading::Known(9_000 * pids.len() as u64);
-        LookedAt { gpus, answered }
+        LookedAt { gpus, asked }
     }
 
     fn processes(own: &[u32], living: &[u32]) -> Processes {
@@ -271,11 +273,35 @@ mod tests {
         own.look(&processes(&[], &[99]), &first, second(2));
         assert!(!is_held(&mut first, &own));
         // A probe that had begun before lists it too; the next one does not.
-        let mut second_one = probed(second(3), &[10]);
+        let mut second_one = probed(second(1), &[10]);
         own.look(&processes(&[], &[99]), &second_one, second(4));
         assert!(!is_held(&mut second_one, &own));
         own.look(&processes(&[], &[99]), &probed(second(5), &[]), second(6));
         assert!(own.ended.is_empty());
+    }
+
+    #[test]
+    fn memory_that_a_shard_left_behind_is_held_by_somebody() {
+        let start = Instant::now();
+        let second = |seconds| start + Duration::from_secs(seconds);
+        let mut own = OwnPids::default();
+        own.look(&processes(&[10], &[10]), &probed(start, &[10]), second(1));
+        own.look(&processes(&[], &[]), &probed(start, &[10]), second(2));
+        // Its process is gone, and the driver, asked anew, has not let its memory go.
+        let mut stuck = probed(second(3), &[10]);
+        own.look(&processes(&[], &[]), &stuck, second(4));
+        assert!(is_held(&mut stuck, &own));
+    }
+
+    #[test]
+    fn a_silent_driver_keeps_nobody_in_mind_but_whom_it_lists() {
+        let start = Instant::now();
+        let mut own = OwnPids::default();
+        let mut silent = probed(start, &[10]);
+        silent.gpus.driver = DriverState::Unresponsive;
+        own.look(&processes(&[10, 11], &[10, 11]), &silent, start);
+        own.look(&processes(&[], &[]), &silent, start);
+        assert_eq!(own.ended.keys().collect::<Vec<_>>(), [&10]);
     }
 
     #[test]

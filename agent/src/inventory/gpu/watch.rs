@@ -32,8 +32,8 @@ pub struct Probes(watch::Receiver<Option<Arc<Seen>>>);
 #[derive(Debug, Clone)]
 struct Seen {
     gpus: Gpus,
-    /// When the driver last answered.
-    answered: Instant,
+    /// When the driver was asked for it: the values are at least as new as that.
+    asked: Instant,
 }
 
 impl GpuWatch {
@@ -48,13 +48,9 @@ impl GpuWatch {
                 let mut classes = Classes::default();
                 let mut last: Option<Arc<Seen>> = None;
                 while !sender.is_closed() {
+                    let asked = Instant::now();
                     let probed = prober.probe();
-                    let next = Arc::new(follow(
-                        last.as_deref(),
-                        probed,
-                        Instant::now(),
-                        &mut classes,
-                    ));
+                    let next = Arc::new(follow(last.as_deref(), probed, asked, &mut classes));
                     log_change(last.as_deref().map(|seen| &seen.gpus), &next.gpus);
                     sender.send_replace(Some(Arc::clone(&next)));
                     last = Some(next);
@@ -76,9 +72,9 @@ impl GpuWatch {
         Some(gpus)
     }
 
-    /// When the driver last answered. `None`: the first probe is still on its way.
-    pub fn answered(&self) -> Option<Instant> {
-        self.seen.borrow().as_ref().map(|seen| seen.answered)
+    /// When the driver was asked for its last answer. `None`: the first probe is still on its way.
+    pub fn asked(&self) -> Option<Instant> {
+        self.seen.borrow().as_ref().map(|seen| seen.asked)
     }
 
     /// To wait for probes.
@@ -103,7 +99,7 @@ impl Seen {
         if self.gpus.driver == DriverState::Answering {
             return self.gpus.clone();
         }
-        let age = now.saturating_duration_since(self.answered).as_millis();
+        let age = now.saturating_duration_since(self.asked).as_millis();
         let mut gpus = self
             .gpus
             .clone()
@@ -116,20 +112,14 @@ impl Seen {
 }
 
 /// What is known after a probe: its answer, or the old values and what went wrong now.
-fn follow(last: Option<&Seen>, probed: Probed, now: Instant, classes: &mut Classes) -> Seen {
+fn follow(last: Option<&Seen>, probed: Probed, asked: Instant, classes: &mut Classes) -> Seen {
     let mut gpus = probed.into_gpus();
     if gpus.driver == DriverState::Answering {
         keep_classes(&mut gpus, classes);
-        return Seen {
-            gpus,
-            answered: now,
-        };
+        return Seen { gpus, asked };
     }
     let Some(last) = last else {
-        return Seen {
-            gpus,
-            answered: now,
-        };
+        return Seen { gpus, asked };
     };
     Seen {
         gpus: Gpus {
@@ -137,7 +127,7 @@ fn follow(last: Option<&Seen>, probed: Probed, now: Instant, classes: &mut Class
             passed_over: gpus.passed_over,
             ..last.gpus.clone()
         },
-        answered: last.answered,
+        asked: last.asked,
     }
 }
 
