@@ -58,7 +58,8 @@ impl Signals {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
-            _ = hangup => {}
+            // A closed terminal says so twice within a moment (its shell and the kernel), and nobody means the second one.
+            _ = hangup => self.hangup = None,
         }
     }
 }
@@ -85,7 +86,20 @@ mod tests {
     #[tokio::test]
     async fn a_closed_terminal_stops_an_agent() {
         let mut signals = Signals::install(false).unwrap();
-        nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
+        let raise = |which| nix::sys::signal::raise(which).unwrap();
+        let mut heard = signal(SignalKind::hangup()).unwrap();
+        raise(nix::sys::signal::Signal::SIGHUP);
+        heard.recv().await;
+        signals.stop().await;
+        // The second one of the same terminal is no second word of the operator.
+        raise(nix::sys::signal::Signal::SIGHUP);
+        heard.recv().await;
+        tokio::select! {
+            biased;
+            () = signals.stop() => panic!("a terminal is closed once"),
+            () = std::future::ready(()) => {}
+        }
+        raise(nix::sys::signal::Signal::SIGTERM);
         signals.stop().await;
     }
 
