@@ -199,12 +199,15 @@ impl<'a> Serving<'a> {
 
     /// Only the newest heartbeat is worth sending.
     fn say_alive(&mut self) {
-        self.waiting
-            .retain(|waiting| !matches!(waiting, AgentMessage::Heartbeat(_)));
         let draining = self.session.drains();
         let inventory = self.session.inventory.latest();
         let message = self.told.heartbeat(&inventory, draining);
-        self.waiting.push_back(message);
+        let mut waiting = self.waiting.iter_mut();
+        // In its place: what a shard's end is told behind stays before it.
+        match waiting.find(|waiting| matches!(waiting, AgentMessage::Heartbeat(_))) {
+            Some(older) => *older = message,
+            None => self.waiting.push_back(message),
+        }
     }
 
     fn hear(&mut self, heard: Heard<ServerMessage>) -> Option<Ended> {
