@@ -59,6 +59,8 @@ pub struct ObservedNode {
     pub machine: String,
     /// Where the gateway reaches its engines: an address without a port.
     pub advertise: String,
+    /// Its agent is on the server's own machine.
+    pub is_local: bool,
     pub ports: PortRange,
     /// Names of the engines that it may start.
     pub engines: Vec<String>,
@@ -142,6 +144,8 @@ pub enum NodeEvent {
         session: SessionId,
         register: Box<Register>,
         certificate: Option<NodeCertificate>,
+        /// It comes from the server's own machine.
+        is_local: bool,
     },
     Heartbeat {
         node: String,

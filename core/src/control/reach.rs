@@ -14,9 +14,9 @@ const OWN: &str = "an address of the server's own machine, where the agent is no
 /// # Errors
 /// What is wrong with it, as the end of "which is ..".
 pub fn may_advertise(address: &str, peer: IpAddr, own: IpAddr) -> Result<(), &'static str> {
+    let is_here = is_here(peer, own);
     let (peer, own) = (peer.to_canonical(), own.to_canonical());
     let address = parsed(address).ok_or(NO_HOST)?;
-    let is_here = peer.is_loopback() || peer == own;
     match () {
         // It is there: that much the connection proves.
         () if address == peer => Ok(()),
@@ -27,15 +27,21 @@ pub fn may_advertise(address: &str, peer: IpAddr, own: IpAddr) -> Result<(), &'s
     }
 }
 
-/// Where a node's engine is said to be. One that was started when the node had another address is there still.
-pub fn may_serve_at(host: &str, advertise: &str) -> bool {
+/// Whether an agent that connects from `peer` is on this machine, which it reached at `own`.
+pub fn is_here(peer: IpAddr, own: IpAddr) -> bool {
+    let (peer, own) = (peer.to_canonical(), own.to_canonical());
+    peer.is_loopback() || peer == own
+}
+
+/// Where a node's engine is said to be. One that was started when the node had another address is there still: also on loopback, where
+/// the agent is on this machine.
+pub fn may_serve_at(host: &str, advertise: &str, is_here: bool) -> bool {
     let (Some(host), advertise) = (parsed(host), parsed(advertise)) else {
         return false;
     };
     match () {
         () if advertise == Some(host) => true,
-        // Then the agent is on this machine, see `may_advertise`.
-        () if host.is_loopback() => advertise.is_some_and(|address| address.is_loopback()),
+        () if host.is_loopback() => is_here,
         () => !is_no_host(host) && !is_of_a_link(host),
     }
 }
@@ -134,7 +140,12 @@ mod tests {
             ("evil.example", "10.0.0.2", false),
             ("evil.example", "evil.example", false),
         ] {
-            assert_eq!(may_serve_at(host, advertise), may, "{host} of {advertise}");
+            let is_here = advertise == "127.0.0.1";
+            let found = may_serve_at(host, advertise, is_here);
+            assert_eq!(found, may, "{host} of {advertise}");
         }
+        // Its agent dialled loopback when they were started, and has an address of its own now.
+        assert!(may_serve_at("127.0.0.1", "10.0.0.2", true));
+        assert!(!may_serve_at("evil.example", "10.0.0.2", true));
     }
 }

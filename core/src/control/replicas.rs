@@ -89,7 +89,7 @@ impl Replica {
             session: node.session,
             node_drains: memory.drains(id, node.draining),
             is_only_sent: false,
-            is_elsewhere: !reach::may_serve_at(&spec.host, &node.advertise),
+            is_elsewhere: !reach::may_serve_at(&spec.host, &node.advertise, node.is_local),
         }
     }
 

@@ -60,7 +60,8 @@ impl NodeTable {
                 session,
                 register,
                 certificate,
-            } => self.register(session, *register, certificate),
+                is_local,
+            } => self.register(session, *register, certificate, is_local),
             NodeEvent::Heartbeat {
                 node,
                 session,
@@ -128,6 +129,7 @@ impl NodeTable {
         session: SessionId,
         register: Register,
         certificate: Option<NodeCertificate>,
+        is_local: bool,
     ) -> Vec<Change> {
         let node = register.node.clone();
         let mut changes = Vec::new();
@@ -156,6 +158,7 @@ impl NodeTable {
         }
         let joined = ObservedNode {
             certificate,
+            is_local,
             heartbeat: self.timing.heartbeat,
             ..registered(session, register, self.observed.now_ms)
         };
@@ -401,6 +404,7 @@ fn registered(session: SessionId, register: Register, now_ms: u64) -> ObservedNo
         run: register.run,
         machine: register.machine,
         advertise: register.advertise,
+        is_local: false,
         ports: register.ports,
         engines: register.engines,
         models_dir: register.models_dir,

@@ -97,6 +97,7 @@ fn registered(register: Register, session: u64) -> NodeEvent {
         session: SessionId(session),
         register: Box::new(register),
         certificate: None,
+        is_local: false,
     }
 }
 

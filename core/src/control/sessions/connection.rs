@@ -25,9 +25,10 @@ use super::door::{Gate, NotThem, Peer};
 use super::enrol;
 use super::keeper::Input;
 use super::seats::{OUTGOING_MAX, Seat, Seats};
-use super::strangers::Stranger;
+use super::strangers::{Full, Stranger};
 use super::tails::Tails;
 use crate::control::observed::{Cause, NodeCertificate, NodeEvent};
+use crate::control::reach;
 
 /// For the last words of a session to be read. Who reads them hangs up, so this is for machines that are slow, and for who never does.
 const LAST_WORDS_MAX: Duration = Duration::from_secs(5);
@@ -79,8 +80,11 @@ async fn serve(
     let patience = shared.options.patience;
     let gate = shared.gate.clone();
     let say = |kind: &'static str, what: fmt::Arguments<'_>| {
-        if let Some(unsaid) = gate.may_say(address, kind) {
-            tracing::info!("{address}: {what}{unsaid}");
+        match gate.may_say(address, kind) {
+            // An agent may be among them.
+            Some(unsaid) if Full::is_kind(kind) => tracing::warn!("{address}: {what}{unsaid}"),
+            Some(unsaid) => tracing::info!("{address}: {what}{unsaid}"),
+            None => {}
         }
     };
     let admitted = tokio::select! {
@@ -213,6 +217,7 @@ impl Session {
                 session: self.id,
                 register,
                 certificate,
+                is_local: reach::is_here(self.peer.address.ip(), self.peer.own),
             },
             seat: Seat {
                 node: node.clone(),

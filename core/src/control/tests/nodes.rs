@@ -99,6 +99,7 @@ pub(crate) fn node(id: &str, session: u64) -> Arc<ObservedNode> {
         run: "r".to_owned(),
         machine: String::new(),
         advertise: format!("10.0.0.{}", session + 1),
+        is_local: false,
         ports: PortRange {
             first: 21_000,
             last: 21_009,

@@ -192,6 +192,7 @@ impl Fleet {
             session,
             register,
             certificate: None,
+            is_local: false,
         });
     }
 

@@ -464,6 +464,7 @@ async fn what_is_denied_while_a_registration_waits_for_the_table_counts() {
             session,
             register,
             certificate: None,
+            is_local: false,
         },
         seat: Seat {
             node: "n1".to_owned(),
@@ -512,6 +513,7 @@ async fn a_session_that_was_ended_while_its_registration_waited_never_reaches_th
             session,
             register,
             certificate: None,
+            is_local: false,
         },
         seat: Seat {
             node: "n1".to_owned(),
