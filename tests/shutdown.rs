@@ -74,6 +74,8 @@ fn nothing_at_work_means_an_end_at_once_though_clients_keep_connections_open() {
     gateway.terminate();
     let status = gateway.exited(PATIENCE).expect("it ended");
     assert_eq!(status.code(), Some(0));
+    let log = gateway.log();
+    assert!(!log.contains("connections were cut off"), "{log}");
     drop(unused);
 }
 

@@ -59,7 +59,6 @@ impl Authority {
                     file: certificate.to_owned(),
                     certificate: Box::new(facts),
                     validity,
-                    now,
                 });
             }
         }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use llmgw_proto::identity::certificate::{Certificate, Validity};
-use llmgw_proto::identity::{FileProblem, Moment, Usages};
+use llmgw_proto::identity::{FileProblem, Usages};
 use rcgen::{Issuer, KeyPair};
 use rustls::pki_types::CertificateDer;
 
@@ -47,7 +47,6 @@ pub enum AuthorityProblem {
         file: PathBuf,
         certificate: Box<Certificate>,
         validity: Validity,
-        now: Moment,
     },
     /// Its certificate forbids it.
     MayNotIssue {
@@ -94,18 +93,17 @@ impl fmt::Display for AuthorityProblem {
                 file,
                 certificate,
                 validity,
-                now,
             } => {
                 let file = file.display();
                 match validity {
                     Validity::NotYet => write!(
                         f,
-                        "{file}: the authority is in force from {} on, and this machine's clock says {now}; set the clock",
+                        "{file}: the authority is in force from {} on, which by this machine's clock is still to come; set the clock",
                         certificate.not_before
                     ),
                     _ => write!(
                         f,
-                        "{file}: the authority ended on {}, and this machine's clock says {now}; make a new one with `llmgw ctl cert ca --out DIR`",
+                        "{file}: the authority ended on {}, which by this machine's clock is past; make a new one with `llmgw ctl cert ca --out DIR`",
                         certificate.not_after
                     ),
                 }

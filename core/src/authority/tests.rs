@@ -4,7 +4,7 @@ use std::path::Path;
 
 use llmgw_proto::identity::moment::DAY_SECONDS;
 use llmgw_proto::identity::placing::{CERTIFICATE_MODE, KEY_MODE, NewFile, make_directory, place};
-use llmgw_proto::identity::{Host, RequestedKey, request};
+use llmgw_proto::identity::{Host, Moment, RequestedKey, request};
 use rcgen::{CertificateParams, IsCa, KeyUsagePurpose, PublicKeyData};
 use rustls::pki_types::PrivateKeyDer;
 use rustls::pki_types::pem::PemObject;
@@ -135,7 +135,7 @@ fn an_authority_that_cannot_issue_says_why_and_what_to_do() {
     let later = NOW.after((AUTHORITY_DAYS + 1) * DAY_SECONDS);
     let ended = folder.refusal(later);
     let expected = format!(
-        "ca.pem: the authority ended on {}, and this machine's clock says {later}; make a new one with `llmgw ctl cert ca --out DIR`",
+        "ca.pem: the authority ended on {}, which by this machine's clock is past; make a new one with `llmgw ctl cert ca --out DIR`",
         made.certificate.not_after
     );
     assert_eq!(ended, expected);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use llmgw_proto::identity::FileProblem;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::fleet::FleetAdmin;
@@ -48,6 +49,19 @@ impl Fleet {
         self.controller.start(stop.child_token())
     }
 
+    /// Whether this server may sign for nodes, where the configuration asks for it.
+    ///
+    /// # Errors
+    /// Another server does so with the same state.
+    pub fn may_sign(&self, agents: Option<&Agents>) -> Result<(), FileProblem> {
+        self.enrolment.prepare(self.signs(agents))
+    }
+
+    /// Until the next start a port without TLS stays one, where no token would be safe.
+    fn signs<'a>(&self, agents: Option<&'a Agents>) -> Option<&'a Agents> {
+        agents.filter(|_| !self.sessions.is_plain())
+    }
+
     /// Takes what a reload says of agents. Without a word of them nobody gets a certificate any more, and who was denied stays so: the port
     /// itself is there until the next start.
     pub fn configured(&self, agents: Option<&Agents>) {
@@ -56,9 +70,7 @@ impl Fleet {
             let denied = agents.deny_serials.iter().cloned();
             self.sessions.deny(denied.collect());
         }
-        // Until the next start a port without TLS stays one, where no token would be safe.
-        let signs = agents.filter(|_| !self.sessions.is_plain());
-        if let Err(why) = self.enrolment.configure(signs) {
+        if let Err(why) = self.enrolment.configure(self.signs(agents)) {
             tracing::error!("no node is enrolled: {why}");
         }
     }

@@ -291,7 +291,15 @@ async fn drain(
     let finished = async {
         at_work.wait().await;
         stop.clients.is_idle.cancel();
-        let _ = tokio::time::timeout(CLOSE_WAIT_MAX, connections.wait()).await;
+        if tokio::time::timeout(CLOSE_WAIT_MAX, connections.wait())
+            .await
+            .is_err()
+        {
+            let open = connections.len();
+            tracing::warn!(
+                "{open} connections were cut off, {CLOSE_WAIT_MAX:?} after the last request"
+            );
+        }
     };
     let done = tokio::select! {
         () = finished => true,

@@ -50,8 +50,17 @@ pub enum Confirmed {
 pub struct State {
     pub loaded_at_ms: u64,
     pub last_error: Option<String>,
-    /// The error is one of files that the configuration names, not of what is in it.
-    waits_for_files: bool,
+    /// The error is one of files that the configuration names, not of what is in it: it is tried again as it was asked for.
+    waits_for_files: Option<Confirmed>,
+}
+
+/// Why the configuration is read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Occasion {
+    /// The file changed, or somebody asked.
+    Asked,
+    /// The files that it names may be there by now.
+    Retry,
 }
 
 /// Why a configuration is not in force.
@@ -89,7 +98,7 @@ impl Reloads {
             state: Mutex::new(State {
                 loaded_at_ms: clock::unix_ms(),
                 last_error: None,
-                waits_for_files: false,
+                waits_for_files: None,
             }),
         })
     }
@@ -125,13 +134,15 @@ impl Reloads {
                     },
                     () = tokio::time::sleep(FILES_RETRY) => false,
                 };
-                if !is_new && !self.state().waits_for_files {
-                    continue;
-                }
+                let (confirmed, occasion) = match (is_new, self.state().waits_for_files) {
+                    (true, _) => (Confirmed::No, Occasion::Asked),
+                    (false, Some(confirmed)) => (confirmed, Occasion::Retry),
+                    (false, None) => continue,
+                };
                 let reloads = self.clone();
                 // The outcome is in the log and on the admin address. The file is read again, since a reload that
                 // was asked for may have taken a newer one meanwhile.
-                let taken = tokio::task::spawn_blocking(move || reloads.take(Confirmed::No));
+                let taken = tokio::task::spawn_blocking(move || reloads.take(confirmed, occasion));
                 let _ = taken.await;
             }
         };
@@ -146,7 +157,7 @@ impl Reloads {
             .reload()
             .map(|set| set.generation())
             .map_err(|error| error.to_string());
-        let config = self.take(confirmed);
+        let config = self.take(confirmed, Occasion::Asked);
         let certificates = self.certificates.look_now();
         match (config, policies, certificates) {
             (Ok(()), Ok(generation), Ok(())) => {
@@ -183,23 +194,24 @@ impl Reloads {
         });
     }
 
-    fn take(&self, confirmed: Confirmed) -> Result<(), String> {
+    fn take(&self, confirmed: Confirmed, occasion: Occasion) -> Result<(), String> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // The command line wins over the file at a reload as it does at the start.
         let outcome = self
             .checked(confirmed)
             .map(|(staged, config)| self.apply(config, staged, confirmed));
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that still waits for its files was told of and counted.
+        // What a retry finds as it was is known; who asks is told each time.
         let is_news = match &outcome {
             Ok(()) => true,
-            Err(not) => !not.is_of_files || state.last_error.as_ref() != Some(&not.why),
+            Err(not) => occasion == Occasion::Asked || state.last_error.as_ref() != Some(&not.why),
         };
         if is_news {
             let metrics = &self.gateway.telemetry.metrics;
             metrics.config_reloaded(outcome.is_ok());
         }
-        state.waits_for_files = outcome.as_ref().is_err_and(|not| not.is_of_files);
+        let waits = outcome.as_ref().is_err_and(|not| not.is_of_files);
+        state.waits_for_files = waits.then_some(confirmed);
         match &outcome {
             Ok(()) => {
                 state.loaded_at_ms = clock::unix_ms();
@@ -229,6 +241,10 @@ impl Reloads {
         check_authority(&config).map_err(of_files)?;
         let config = self.meant(config, confirmed)?;
         let staged = self.certificates.stage(&config).map_err(of_files)?;
+        if let Some(fleet) = &self.fleet {
+            let signs = fleet.may_sign(config.agents.as_ref());
+            signs.map_err(|problem| of_files(problem.to_string()))?;
+        }
         Ok((staged, config))
     }
 

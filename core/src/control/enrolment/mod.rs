@@ -139,19 +139,30 @@ impl Enrolment {
         self.deny(denied.into_iter().flatten().collect());
         let files = agents.and_then(AuthorityFiles::of);
         if files.is_some() {
-            self.set_signing(None);
-            self.hold()?;
+            self.hold().inspect_err(|_| self.set_signing(None))?;
         }
         self.set_signing(files.map(|files| Arc::new(files) as Arc<dyn Signing>));
         Ok(())
     }
 
+    /// Whether the authority of this configuration may sign here, if it names one with its key.
+    ///
+    /// # Errors
+    /// As of `configure`.
+    pub fn prepare(&self, agents: Option<&Agents>) -> Result<(), FileProblem> {
+        match agents.and_then(AuthorityFiles::of) {
+            Some(_) => self.hold(),
+            None => Ok(()),
+        }
+    }
+
     fn hold(&self) -> Result<(), FileProblem> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         if held.is_none() {
-            *held = Some(self.store.lock()?);
+            let lock = self.store.lock()?;
             // What another server wrote before it ended.
             *self.lock() = self.store.load()?;
+            *held = Some(lock);
         }
         Ok(())
     }
