@@ -20,7 +20,7 @@ use tokio::time::Sleep;
 use super::body::{ClientBody, Unfinished};
 use super::client_io::Wire;
 
-/// An HTTP/2 client that takes nothing of a stream's last words holds them for so long; in HTTP/1.1 the kernel ends the connection.
+/// An HTTP/2 client whose connection takes nothing holds a stream's last words for so long; in HTTP/1.1 the kernel ends the connection.
 const LEAVING_MAX: Duration = Duration::from_secs(300);
 
 /// A response body as a connection sends it.

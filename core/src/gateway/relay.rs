@@ -42,7 +42,8 @@ pub struct Relay {
     dialect: Dialect,
     changes: Changes,
     silence: Silence,
-    exchange: Exchange,
+    /// Absent once the stream failed: what it holds of an engine is given back while its last words are on their way.
+    exchange: Option<Exchange>,
     /// Remembers where this stream's events have the model's name.
     finder: ModelFinder,
     /// Events that were looked at before the client's headers went out.
@@ -118,7 +119,7 @@ impl Relay {
             dialect,
             changes,
             silence,
-            exchange,
+            exchange: Some(exchange),
             finder: ModelFinder::new(),
             first: Some(first),
             phase: Phase::Open,
@@ -172,7 +173,7 @@ impl Relay {
             if let Some(bytes) = out
                 && !bytes.is_empty()
             {
-                self.exchange.sent(bytes.len());
+                self.note(|exchange| exchange.sent(bytes.len()));
                 return Poll::Ready(Some(Ok(Frame::data(bytes))));
             }
         }
@@ -191,9 +192,9 @@ impl Relay {
                 let kept = edit.until(bytes, &event);
                 return self.fail_with_engine_error(kept, &event, error);
             }
-            self.exchange.event();
+            self.note(Exchange::event);
             if let Some(found) = usage::find_usage(&event.data) {
-                self.exchange.usage(found);
+                self.note(|exchange| exchange.usage(found));
                 if self.changes.drop_usage_chunk && usage::is_usage_only_chunk(&event.data) {
                     edit.cut(bytes, &event);
                     continue;
@@ -203,7 +204,7 @@ impl Relay {
             self.show_asked_model(&mut edit, bytes, &event);
             if self.dialect.ends(&event) {
                 let kept = edit.through(bytes, &event);
-                self.exchange.end(Ending::Complete);
+                self.note(|exchange| exchange.end(Ending::Complete));
                 self.phase = Phase::Ended {
                     grace: Box::pin(tokio::time::sleep(END_GRACE)),
                     owes_lf: kept.ends_with(b"\r"),
@@ -236,7 +237,7 @@ impl Relay {
             true
         };
         if is_over {
-            self.exchange.end(Ending::Complete);
+            self.note(|exchange| exchange.end(Ending::Complete));
             self.phase = Phase::Done;
             return Some(rest);
         }
@@ -282,9 +283,18 @@ impl Relay {
         Some(self.cut(Ending::of_error(error.status, reason.clone()), reason, out))
     }
 
+    fn note(&mut self, what: impl FnOnce(&mut Exchange)) {
+        if let Some(exchange) = &mut self.exchange {
+            what(exchange);
+        }
+    }
+
     /// Its last words, behind which it is cut.
     fn cut(&mut self, ending: Ending, reason: String, words: BytesMut) -> Bytes {
-        self.exchange.end(ending);
+        if let Some(mut exchange) = self.exchange.take() {
+            exchange.sent(words.len());
+            exchange.end(ending);
+        }
         let (words, unfinished) = Unfinished::behind(words.freeze(), reason);
         self.phase = Phase::Failed(Some(unfinished));
         words

@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
 use std::io;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
@@ -180,23 +180,24 @@ async fn connection(
     socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(CLIENT_STALLED_MAX))?;
     let wire = Wire::of(&stream);
     let builders = &serving.builders;
+    let mut first_request = Box::pin(serving.room.patience());
     match &serving.tls {
         None => {
             let builder = tokio::select! {
                 chosen = builders.choose(&stream) => chosen?,
-                () = serving.room.patience() => None,
+                () = &mut first_request => None,
                 () = serving.stop.begins.cancelled() => None,
             };
             let Some(builder) = builder else {
                 return Ok(());
             };
             let io = ClientIo::new(stream, wire.clone());
-            drive(io, wire, builder, serving).await
+            drive(io, wire, builder, serving, first_request).await
         }
         Some(port) => {
             let stream = port.accept(stream, TLS_HANDSHAKE_TIMEOUT).await?;
             let io = ClientIo::new(stream, wire.clone());
-            drive(io, wire, &builders.either, serving).await
+            drive(io, wire, &builders.either, serving, first_request).await
         }
     }
 }
@@ -206,16 +207,12 @@ async fn drive<S>(
     wire: Arc<Wire>,
     builder: &auto::Builder<TokioExecutor>,
     serving: &Serving,
+    mut first_request: Pin<Box<impl Future<Output = ()>>>,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
 where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 {
-    let Serving {
-        room,
-        gateway,
-        stop,
-        ..
-    } = serving;
+    let Serving { gateway, stop, .. } = serving;
     let is_http2 = AtomicBool::new(false);
     let has_asked = AtomicBool::new(false);
     let service = service_fn(|request: Request<Incoming>| {
@@ -237,7 +234,6 @@ where
         let mut served = pin!(wire.watch(connection.as_mut()));
         let mut stopped = pin!(stop.begins.cancelled());
         // hyper has a limit for a head, and none for the first bytes, from which it tells the protocol.
-        let mut first_request = pin!(room.patience());
         let mut is_registered = false;
         poll_fn(|context| {
             if let Poll::Ready(ended) = served.as_mut().poll(context) {
