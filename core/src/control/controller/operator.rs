@@ -160,8 +160,9 @@ impl Controller {
             return Err(OperatorError::unknown("replica", replica, known));
         }
         meant.sort_by_key(|known| {
+            // By force the one that is leaving already is meant, else another one.
             let leaves = state.memory.leaving(&known.key).is_some();
-            (leaves, order_of_leaving(known, &state.memory))
+            (leaves != force, order_of_leaving(known, &state.memory))
         });
         let (first, others) = (meant[0], &meant[1..]);
         let now_ms = view.observed.now_ms;

@@ -618,6 +618,9 @@ fn of_two_replicas_of_one_name_one_is_stopped_and_the_answer_says_which() {
         .collect();
     let m = || vec!["m/0".to_owned()];
     assert_eq!(leaving, [("a".to_owned(), vec![]), ("b".to_owned(), m())]);
+    // Who hurries it means the one that is leaving.
+    let said = fleet.controller.stop("m/0", true).expect("there are two");
+    assert_eq!(said, "m/0 leaves b; another one of this name is on a");
 }
 
 #[test]
