@@ -19,15 +19,18 @@ local OWNED = {
   "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless", "--distributed-executor-backend", "--api-key",
 }
 
+-- The flag that an argument names: vLLM takes it with underscores too, and `--flag=value`.
+local function flag_of(arg)
+  return (string.gsub(string.match(arg, "^[^=]*"), "(%w)_", "%1-"))
+end
+
 -- What `args` give a flag, by any of its names; nil: nothing.
 local function given(args, ...)
   for at, arg in args or {} do
     for i = 1, select("#", ...) do
       local flag = (select(i, ...))
-      if arg == flag then
-        return args[at + 1] or ""
-      elseif string.sub(arg, 1, #flag + 1) == flag .. "=" then
-        return string.sub(arg, #flag + 2)
+      if flag_of(arg) == flag then
+        return string.match(arg, "=(.*)$") or args[at + 1] or ""
       end
     end
   end
@@ -47,7 +50,7 @@ function M.validate(profile, model)
   local errors = {}
   for _, arg in profile.args or {} do
     for _, flag in OWNED do
-      if arg == flag or string.sub(arg, 1, #flag + 1) == flag .. "=" then
+      if flag_of(arg) == flag then
         table.insert(errors, "argument `" .. flag .. "` belongs to llmgw: remove it from `args`")
       end
     end

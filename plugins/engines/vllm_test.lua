@@ -71,7 +71,7 @@ t.case("what the profile says may be in `args` again, and nothing else", functio
   local vllm = t.engine("vllm")
   t.equal(vllm:validate { slots = 64, quantization = "fp8", args = { "--max-num-seqs", "64", "-q=fp8" } }, {})
   t.equal(vllm:validate { args = { "--max-num-seqs", "64", "--quantization", "awq" } }, {})
-  t.equal(vllm:validate { slots = 64, quantization = "fp8", args = { "--max-num-seqs=32", "-q", "awq" } }, {
+  t.equal(vllm:validate { slots = 64, quantization = "fp8", args = { "--max_num_seqs=32", "-q", "awq" } }, {
     "argument `--max-num-seqs` says `32`, `slots` says `64`: remove it from `args`",
     "argument `--quantization` says `awq`, `quantization` says `fp8`: remove it from `args`",
   })
@@ -120,7 +120,8 @@ end)
 
 t.property("a profile can't set what llmgw owns", 40, function(g)
   local flag = g:pick { "--host", "--port", "--served-model-name", "--tensor-parallel-size", "--nnodes", "--node-rank" }
-  local args = g:pick { { flag, "1" }, { flag .. "=1" }, { "--seed", "0", flag } }
+  local underscored = "--" .. string.gsub(string.sub(flag, 3), "-", "_")
+  local args = g:pick { { flag, "1" }, { flag .. "=1" }, { "--seed", "0", flag }, { underscored, "1" }, { underscored .. "=1" } }
   local errors = t.engine("vllm"):validate { args = args }
   t.ok(#errors > 0 and string.find(errors[1], flag, 1, true), flag)
 end)
