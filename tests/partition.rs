@@ -219,7 +219,9 @@ fn a_server_that_is_cut_off_from_all_nodes_blames_itself_and_moves_nothing() {
     fleet.until("all nodes are back", |fleet| {
         THREE.iter().all(|node| fleet.node_state(node) == "ready")
     });
-    assert!(fleet.said("server").contains("most nodes are back"));
+    fleet.until("the brake is let go", |fleet| {
+        fleet.said("server").contains("most nodes are back")
+    });
     fleet.ready(3);
     fleet.asserts_chat();
     assert_eq!(fleet.replicas(), replicas);

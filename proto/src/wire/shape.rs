@@ -341,7 +341,8 @@ mod tests {
     fn messages() -> BTreeMap<&'static str, Vec<Declared<'static>>> {
         let mut messages: BTreeMap<&str, Vec<Declared>> = BTreeMap::new();
         let mut message = None;
-        for line in PROTO.lines().map(str::trim) {
+        for line in PROTO.lines() {
+            let line = line.split("//").next().unwrap_or_default().trim();
             if let Some(name) = line.strip_prefix("message ") {
                 message = name.split_whitespace().next();
             } else if line.starts_with("enum ") || line.starts_with("service ") {
