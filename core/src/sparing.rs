@@ -17,7 +17,7 @@ pub struct Sparing {
 
 /// How often it happened without a line. Shown behind the next one, nothing where it never did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unsaid(u64);
+pub struct Unsaid(pub(crate) u64);
 
 impl Sparing {
     /// It happened: whether to say so. None: not now.

@@ -1,13 +1,13 @@
 //! Lines about connections that go wrong, kept from filling the log: some of each kind from each address in a while, the others counted.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::strangers::network;
+use crate::sparing::Unsaid;
 
 /// Kinds of trouble of all addresses that are remembered. Whatever does not fit shares one entry for each kind: what only those can cause who
 /// have a certificate of ours is heard whatever others do.
@@ -32,12 +32,8 @@ struct Said {
     since: Instant,
     lines: u32,
     /// Those that were not written since the last one.
-    unsaid: u32,
+    unsaid: u64,
 }
-
-/// How many like it were not written. Shown behind a line, nothing where there were none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Unsaid(pub(super) u32);
 
 impl Complaints {
     /// Whether to write a line of this kind about a connection from this address. None: not now.
@@ -70,15 +66,6 @@ impl Complaints {
         }
         said.lines += 1;
         Some(Unsaid(std::mem::take(&mut said.unsaid)))
-    }
-}
-
-impl fmt::Display for Unsaid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            0 => Ok(()),
-            count => write!(f, " ({count} more like it were not written)"),
-        }
     }
 }
 

@@ -19,9 +19,10 @@ use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use super::complaints::{Complaints, Unsaid};
+use super::complaints::Complaints;
 use crate::control::observed::NodeCertificate;
 use crate::control::reach;
+use crate::sparing::Unsaid;
 
 /// Questions for a certificate that are worked on at once. Anybody can ask, and each takes a thread.
 const ENROLLING_MAX: usize = 8;
