@@ -136,9 +136,7 @@ fn looks() -> Interval {
 impl LookedAt {
     /// As if no process were this node's own. `None`: the first probe is still on its way.
     fn now(watch: &GpuWatch) -> Option<LookedAt> {
-        // Asked first: what is seen next is at least as new.
-        let asked = watch.asked()?;
-        let gpus = watch.latest(&|_| false)?;
+        let (gpus, asked) = watch.latest()?;
         Some(LookedAt { gpus, asked })
     }
 

@@ -12,7 +12,7 @@ use llmgw_proto::inventory::gpu::{Backend, DriverState, Gpus, SourceCause};
 use tokio::sync::watch;
 
 use super::class::Classes;
-use super::health::{flag_silence, settle_memory_held};
+use super::health::flag_silence;
 use super::prober::{GpuSources, Probed, Prober};
 
 /// How often GPUs are looked at. Each look initialises the driver's library, which costs it some 100 ms.
@@ -62,19 +62,11 @@ impl GpuWatch {
         Ok(GpuWatch { seen, _stop: stop })
     }
 
-    /// What was last seen, with the memory that processes other than `own` hold. `None`: the first probe is still on its way.
-    pub fn latest(&self, own: &dyn Fn(u32) -> bool) -> Option<Gpus> {
+    /// What was last seen, as if no process were this node's own, and when the driver was asked for it. `None`: the first probe is still
+    /// on its way.
+    pub fn latest(&self) -> Option<(Gpus, Instant)> {
         let seen = self.seen.borrow().clone()?;
-        let mut gpus = seen.at(Instant::now());
-        for gpu in &mut gpus.devices {
-            settle_memory_held(gpu, own);
-        }
-        Some(gpus)
-    }
-
-    /// When the driver was asked for its last answer. `None`: the first probe is still on its way.
-    pub fn asked(&self) -> Option<Instant> {
-        self.seen.borrow().as_ref().map(|seen| seen.asked)
+        Some((seen.at(Instant::now()), seen.asked))
     }
 
     /// To wait for probes.
@@ -310,14 +302,14 @@ mod tests {
         let watch = GpuWatch::start(sources, Duration::from_millis(1)).unwrap();
         let mut probes = watch.probes();
         probes.next().await;
-        let seen = watch.latest(&|_| false).unwrap();
+        let (seen, _) = watch.latest().unwrap();
         assert!(seen.devices[0].has(HealthCode::MemoryHeld));
         assert_eq!(seen.driver, DriverState::Answering);
         // Now one fails: what was known stays, and is stale.
         std::fs::write(scripts.path().join("fail"), "").unwrap();
         let seen = loop {
             probes.next().await;
-            let seen = watch.latest(&|_| false).unwrap();
+            let (seen, _) = watch.latest().unwrap();
             if seen.driver != DriverState::Answering {
                 break seen;
             }
