@@ -80,16 +80,19 @@ async fn serve(
     let patience = shared.options.patience;
     let gate = shared.gate.clone();
     let say = |kind: &'static str, what: fmt::Arguments<'_>| {
-        match gate.may_say(address, kind) {
-            // An agent may be among them.
-            Some(unsaid) if Full::is_kind(kind) => tracing::warn!("{address}: {what}{unsaid}"),
-            Some(unsaid) => tracing::info!("{address}: {what}{unsaid}"),
-            None => {}
+        if let Some(unsaid) = gate.may_say(address, kind) {
+            tracing::info!("{address}: {what}{unsaid}");
+        }
+    };
+    // An agent may be among them.
+    let made_room = |full: Full, when: &str| {
+        if let Some(unsaid) = gate.may_say(address, full.kind()) {
+            tracing::warn!("{address}: {when}{full}{unsaid}");
         }
     };
     let admitted = tokio::select! {
         admitted = timeout(patience, gate.admit(stream, address)) => admitted,
-        full = stranger.displaced() => return say(full.kind(), format_args!("no handshake: {full}")),
+        full = stranger.displaced() => return made_room(full, "no handshake: "),
     };
     let (socket, peer) = match admitted {
         Ok(Ok(admitted)) => admitted,
@@ -110,9 +113,10 @@ async fn serve(
     let ended = tokio::select! {
         ended = &mut serving => Some(ended),
         () = connection.over.cancelled() => None,
-        (kind, why) = stay(&connection.accepted, patience, &mut stranger) => {
-            return say(kind, format_args!("{why}"));
-        }
+        over = stay(&connection.accepted, patience, &mut stranger) => return match over {
+            StayOver::Displaced(full) => made_room(full, ""),
+            StayOver::Silent => say("silent", format_args!("no agent registered within {patience:?}")),
+        },
     };
     match ended {
         Some(Ok(())) => {}
@@ -125,19 +129,26 @@ async fn serve(
     }
 }
 
-/// Returns why a connection may stay no longer: it had its chance and nobody registered on it, or newer ones need its place. Once somebody
-/// registered it is no stranger's.
+/// Why a connection may stay no longer.
+enum StayOver {
+    /// Newer ones need its place.
+    Displaced(Full),
+    /// It had its chance, and nobody registered on it.
+    Silent,
+}
+
+/// Returns when and why a connection may stay no longer. Once somebody registered it is no stranger's.
 async fn stay(
     accepted: &CancellationToken,
     patience: Duration,
     stranger: &mut Option<Stranger>,
-) -> (&'static str, String) {
+) -> StayOver {
     if let Some(waiting) = stranger {
         tokio::select! {
             biased;
             () = accepted.cancelled() => {}
-            full = waiting.displaced() => return (full.kind(), full.to_string()),
-            () = sleep(patience) => return ("silent", format!("no agent registered within {patience:?}")),
+            full = waiting.displaced() => return StayOver::Displaced(full),
+            () = sleep(patience) => return StayOver::Silent,
         }
     }
     *stranger = None;

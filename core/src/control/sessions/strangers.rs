@@ -151,13 +151,6 @@ pub fn network(address: IpAddr) -> IpAddr {
 }
 
 impl Full {
-    /// Whether a line of this kind is of one that had to make room.
-    pub(super) fn is_kind(kind: &str) -> bool {
-        [Full::All, Full::Address]
-            .iter()
-            .any(|full| full.kind() == kind)
-    }
-
     /// One word for it, to tell repeated lines from each other.
     pub(super) fn kind(self) -> &'static str {
         match self {
