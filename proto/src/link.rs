@@ -28,7 +28,7 @@ use tonic::{Code, Status, async_trait};
 
 use crate::convert::{Framed, Words, enrolment};
 use crate::enrolment::{Enrolled, EnrolmentRefusal, EnrolmentRequest};
-use crate::identity::opening::{FirstAnswer, Noted};
+use crate::identity::opening::{self, FirstAnswer};
 use crate::session::{AgentMessage, ServerMessage};
 use crate::wire;
 use crate::wire::error::WireError;
@@ -191,7 +191,7 @@ async fn client<S>(
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let (socket, first) = Noted::new(socket);
+    let (socket, first) = opening::note(socket);
     let tasks = Tasks::default();
     let (requests, connection) = hyper::client::conn::http2::Builder::new(tasks.clone())
         .timer(TokioTimer::new())

@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 
 use super::credentials::Credentials;
-use super::silence::{LastHeard, Listened};
+use super::silence::{LastHeard, Listened, listen};
 use super::{Ended, Session, SessionOptions, ShardChanges};
 
 /// Messages that wait for the connection to take them.
@@ -70,7 +70,7 @@ pub(super) async fn open(session: &Session) -> Result<Opened, Ended> {
     let own = socket
         .local_addr()
         .map_err(|error| broken("connecting", &error))?;
-    let (socket, last_heard) = Listened::new(socket);
+    let (socket, last_heard) = listen(socket);
     let line = Line::over(socket, options, credentials.as_ref()).await?;
     let changes = session.shards.changes();
     let (register, told) = session.register(options.advertise.unwrap_or(own.ip().to_canonical()));

@@ -1,14 +1,13 @@
 //! What the first bytes of a connection say: TLS where none is served, none where it is, and the way to tell a peer so in its own words.
 
 use std::io;
-use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tokio_util::io::InspectReader;
 
 /// As many as tell one from the other.
 const OPENING_MAX_BYTES: usize = 8;
@@ -100,12 +99,8 @@ async fn turn_away(mut stream: TcpStream, answer: &[u8]) {
     let _ = timeout(LINGER_MAX, telling).await;
 }
 
-/// A connection that remembers the first bytes that it yielded.
-#[derive(Debug)]
-pub struct Noted<S> {
-    inner: S,
-    first: Arc<OnceLock<Answer>>,
-}
+/// A connection of which the first bytes that it yields are noted.
+pub type Noted<S> = InspectReader<S, Box<dyn FnMut(&[u8]) + Send>>;
 
 /// What a [`Noted`] connection yielded first.
 #[derive(Clone, Debug)]
@@ -119,14 +114,28 @@ enum Answer {
     Other,
 }
 
-impl<S> Noted<S> {
-    pub fn new(inner: S) -> (Noted<S>, FirstAnswer) {
-        let first = Arc::new(OnceLock::new());
-        let noted = Noted {
-            inner,
-            first: first.clone(),
-        };
-        (noted, FirstAnswer(first))
+pub fn note<S: AsyncRead>(inner: S) -> (Noted<S>, FirstAnswer) {
+    let first = Arc::new(OnceLock::new());
+    let answer = first.clone();
+    let note = move |read: &[u8]| {
+        if let Some(byte) = read.first() {
+            let _ = answer.set(Answer::of(*byte));
+        }
+    };
+    (
+        InspectReader::new(inner, Box::new(note)),
+        FirstAnswer(first),
+    )
+}
+
+impl Answer {
+    /// An alert or a handshake record. HTTP/2 begins with a length below 2^22, HTTP/1.1 with a letter.
+    fn of(first: u8) -> Answer {
+        match first {
+            21 | 22 => Answer::Tls,
+            letter if letter.is_ascii_alphabetic() => Answer::Text,
+            _ => Answer::Other,
+        }
     }
 }
 
@@ -144,58 +153,6 @@ impl FirstAnswer {
     /// It has said nothing so far.
     pub fn is_nothing(&self) -> bool {
         self.0.get().is_none()
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.inner).poll_read(context, buffer))?;
-        let read = &buffer.filled()[before..];
-        if let Some(first) = read.first() {
-            // An alert or a handshake record. HTTP/2 begins with a length below 2^22, HTTP/1.1 with a letter.
-            let answer = match first {
-                21 | 22 => Answer::Tls,
-                letter if letter.is_ascii_alphabetic() => Answer::Text,
-                _ => Answer::Other,
-            };
-            let _ = self.first.set(answer);
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Noted<S> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_write(context, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_write_vectored(context, bytes)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.inner.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_shutdown(context)
     }
 }
 
@@ -246,7 +203,7 @@ mod tests {
         ] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let client = TcpStream::connect(listener.local_addr().unwrap()).await;
-            let (client, first) = Noted::new(client.unwrap());
+            let (client, first) = note(client.unwrap());
             let mut client = client;
             client.write_all(&[b'x'; 40_000]).await.unwrap();
             let (server, _) = listener.accept().await.unwrap();
