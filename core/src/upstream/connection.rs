@@ -34,7 +34,9 @@ type Driver = http1::Connection<TokioIo<TcpStream>, Full<Bytes>>;
 /// A connection to an engine. Whoever holds it polls it; dropping it closes the socket.
 pub struct Connection {
     sender: http1::SendRequest<Full<Bytes>>,
-    driver: Driver,
+    /// `None`: the connection has ended. A request that was handed over when the connection had just ended is answered by hyper only when the
+    /// driver is dropped.
+    driver: Option<Driver>,
     /// Requests answered on it before this one: 0 for a fresh connection.
     pub(super) served: u32,
     pub(super) idle_since: Instant,
@@ -87,7 +89,7 @@ impl Connection {
         // Some 2 KB that would otherwise be moved with every request.
         let mut connection = Box::new(Connection {
             sender,
-            driver,
+            driver: Some(driver),
             served: 0,
             idle_since: Instant::now(),
         });
@@ -97,9 +99,8 @@ impl Connection {
 
     /// Polls the driver once: an engine that closed the connection while it was idle is noticed here.
     pub(super) async fn is_usable(&mut self) -> bool {
-        let ended =
-            poll_fn(|context| Poll::Ready(Pin::new(&mut self.driver).poll(context).is_ready()))
-                .await;
+        let driver = &mut self.driver;
+        let ended = poll_fn(|context| Poll::Ready(poll_driver(driver, context).is_ready())).await;
         !ended && self.sender.is_ready()
     }
 
@@ -110,26 +111,34 @@ impl Connection {
     ) -> Result<Response<Incoming>, hyper::Error> {
         let mut response = pin!(self.sender.send_request(request));
         let driver = &mut self.driver;
-        let mut ended = false;
         poll_fn(|context| {
             if let Poll::Ready(result) = response.as_mut().poll(context) {
                 return Poll::Ready(result);
             }
-            if !ended && Pin::new(&mut *driver).poll(context).is_ready() {
-                ended = true;
-            }
+            let _ = poll_driver(driver, context);
             response.as_mut().poll(context)
         })
         .await
     }
 
-    fn poll_driver(&mut self, context: &mut Context<'_>) -> Poll<Result<(), hyper::Error>> {
-        Pin::new(&mut self.driver).poll(context)
+    fn poll_driver(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        poll_driver(&mut self.driver, context)
     }
 
     fn may_be_reused(&self) -> bool {
         self.sender.is_ready() && !self.sender.is_closed()
     }
+}
+
+/// Polls the driver. Ready: the connection has ended, whatever the reason, and every request on it has its answer.
+fn poll_driver(driver: &mut Option<Driver>, context: &mut Context<'_>) -> Poll<()> {
+    if let Some(running) = driver
+        && Pin::new(running).poll(context).is_pending()
+    {
+        return Poll::Pending;
+    }
+    *driver = None;
+    Poll::Ready(())
 }
 
 /// A response body that carries its connection and gives it back to the engine's idle set at the end.

@@ -272,6 +272,28 @@ mod tests {
         assert_eq!(calls, 1);
     }
 
+    #[tokio::test]
+    async fn a_connection_that_ends_between_the_look_at_it_and_the_request_is_stale() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let answering = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            answer(&mut stream);
+            stream
+        });
+        let upstream = Upstream::new("127.0.0.1", port, Duration::from_secs(60));
+        let first = upstream.send(request, &mut 0).await.unwrap();
+        first.into_body().collect().await.unwrap();
+        let mut connection = upstream.take_idle().await.unwrap();
+        drop(answering.join().unwrap());
+        // The runtime learns of the end; the connection isn't looked at again before the request.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        let sent = send_or_stale(&mut connection, request());
+        let sent = timeout(STALE_NOTICED_WITHIN * 3, sent).await;
+        let sent = sent.expect("the request waits for ever").unwrap();
+        assert!(sent.is_none(), "{sent:?}");
+    }
+
     /// Polls once.
     async fn polled_once<F: Future>(mut future: std::pin::Pin<&mut F>) -> Option<F::Output> {
         std::future::poll_fn(|context| match future.as_mut().poll(context) {
