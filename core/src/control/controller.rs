@@ -96,18 +96,20 @@ struct View {
     set: Arc<PolicySet>,
 }
 
-/// The running thread.
+/// The running thread. Dropped, it is ended and waited for: it waits on the runtime's timers, and must be gone before the runtime is.
 pub struct Looking {
     stop: CancellationToken,
-    thread: JoinHandle<()>,
+    /// Taken by the drop.
+    thread: Option<JoinHandle<()>>,
 }
 
-impl Looking {
-    /// Ends it, and waits for the look that is under way.
-    pub fn stop(self) {
+impl Drop for Looking {
+    fn drop(&mut self) {
         self.stop.cancel();
-        // A look that panicked has said so.
-        let _ = self.thread.join();
+        if let Some(thread) = self.thread.take() {
+            // A look that panicked has said so.
+            let _ = thread.join();
+        }
     }
 }
 
@@ -148,7 +150,10 @@ impl Controller {
                     runtime.block_on(controller.news(&mut observed, &stopped));
                 }
             })?;
-        Ok(Looking { stop, thread })
+        Ok(Looking {
+            stop,
+            thread: Some(thread),
+        })
     }
 
     /// Waits until there is something to look at.

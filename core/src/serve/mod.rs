@@ -244,7 +244,7 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
     ticks.stop();
     // It commands no more before the agents are told to wait.
     if let Some(looking) = looking {
-        let _ = tokio::task::spawn_blocking(move || looking.stop()).await;
+        let _ = tokio::task::spawn_blocking(move || drop(looking)).await;
     }
     if let Some(fleet) = fleet {
         fleet.sessions.stop().await;

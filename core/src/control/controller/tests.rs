@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use llmgw_plugins::{Policies, PolicyOptions, PolicySet};
 use llmgw_proto::shard::{API_KEY_PLACE, ShardState};
+use tokio_util::sync::CancellationToken;
 
 use self::fleet::{Fleet, LOST_AFTER_S, RECOVERY_S, lock, parse};
 use super::{OperatorError, Output, State, View};
@@ -27,6 +28,15 @@ fn one() -> Fleet {
     fleet.ready("m/0");
     fleet.log();
     fleet
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_thread_that_looks_is_gone_when_nobody_holds_it_any_more() {
+    let fleet = Fleet::new(&["a"], ONE);
+    let looking = fleet.controller.start(CancellationToken::new()).unwrap();
+    assert_eq!(Arc::strong_count(&fleet.controller), 2);
+    drop(looking);
+    assert_eq!(Arc::strong_count(&fleet.controller), 1);
 }
 
 #[test]
