@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use fake_engine::{Kind, Options, Running};
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 use harness::{Answer, Gateway, PATIENCE, Setup, chat};
 use more::{assert_ok, at_once, begin_stream, calls, chat_of, engine, finish_stream, replica};
@@ -351,6 +352,59 @@ fn a_conversation_stays_on_the_replica_that_knows_it_and_conversations_are_sprea
         *homes.entry(home).or_default() += 1;
     }
     assert!(homes.len() > 1, "{homes:?}");
+}
+
+#[test]
+fn an_operators_own_choice_sees_the_labels_of_tenants_and_endpoints() {
+    let engines = engines(2, "{}");
+    let hash = |key: &str| -> String {
+        let digest = Sha256::digest(key.as_bytes());
+        digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    };
+    let tenants = format!(
+        "tenants:\n  - {{name: gold, keys: [\"sha256:{}\"], labels: {{band: interactive}}}}\n  - {{name: other, keys: [\"sha256:{}\"]}}",
+        hash("gold"),
+        hash("other")
+    );
+    let gateway = Setup::new()
+        .top("policies: policies")
+        .top(&tenants)
+        .file(
+            "policies/routing.lua",
+            "return {api = 1, rank = function(request, replicas, n)
+                for i = 1, n do
+                    local r = replicas[i]
+                    if r.zone == 'b' and r.labels.disk == 'nvme' then return i, 'labelled' end
+                end
+            end}",
+        )
+        .file(
+            "policies/admission.lua",
+            "return {api = 1,
+                bands = function() return {{name = 'interactive', priority = 2}, {name = 'standard', priority = 1}} end,
+                classify = function(request, tenant) return tenant.labels.band or 'standard' end}",
+        )
+        .model("fake", "")
+        .endpoint("vllm", &engines[0].url(), "labels: {zone: a, disk: nvme}")
+        .endpoint("vllm", &engines[1].url(), "labels: {zone: b, disk: nvme}")
+        .start();
+    gateway.ready("fake", 2);
+    for (key, band) in [("gold", "interactive"), ("other", "standard")] {
+        let bearer = format!("Bearer {key}");
+        let headers = [
+            ("content-type", "application/json"),
+            ("authorization", &*bearer),
+            ("x-llmgw-debug", "1"),
+        ];
+        let mut client = gateway.client();
+        client.request("POST", CHAT, &headers, chat(false).as_bytes());
+        let answer = client.answer();
+        assert_eq!(answer.status(), 200, "{}", answer.text());
+        let field = |name| answer.header(name).unwrap();
+        assert_eq!(field("x-llmgw-replica"), engines[1].addr().to_string());
+        assert_eq!(field("x-llmgw-reason"), "labelled");
+        assert_eq!(field("x-llmgw-band"), band);
+    }
 }
 
 #[test]

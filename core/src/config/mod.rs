@@ -160,6 +160,8 @@ pub struct Tenant {
     pub name: Arc<str>,
     /// The share against other tenants of a band, 0.01 to 100. Default 1.
     pub weight: f64,
+    /// For policies.
+    pub labels: Labels,
     /// The bands it may use, the first is its default; empty = not limited.
     pub bands: Vec<Arc<str>>,
     pub keys: Vec<TenantKey>,
@@ -169,6 +171,9 @@ pub struct Tenant {
     pub requests_per_minute: Option<u64>,
     pub tokens_per_minute: Option<u64>,
 }
+
+/// The operator's words about something, sorted by name. Policies see them; llmgw itself does nothing with them.
+pub type Labels = Arc<Vec<(String, String)>>;
 
 /// One API key of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,6 +201,8 @@ pub struct Catalog {
 pub struct Model {
     pub name: Arc<str>,
     pub aliases: Vec<Arc<str>>,
+    /// For policies.
+    pub labels: Labels,
     /// What the engine loads, None = the name.
     pub source: Option<String>,
     /// How many copies to keep running under `profiles`. Default 1.
@@ -220,6 +227,8 @@ pub struct Endpoint {
     pub api_key: Option<Secret>,
     /// The name that the engine itself serves; None = whichever of the model's name, `source` and aliases it lists.
     pub serves: Option<String>,
+    /// For policies; `rack` and `zone` say where it is.
+    pub labels: Labels,
 }
 
 /// One way to run a model.
@@ -240,6 +249,8 @@ pub struct Profile {
     pub cpus: Option<u32>,
     /// Bytes.
     pub memory: Option<u64>,
+    /// Labels that each of its nodes must have, with these values.
+    pub node_selector: BTreeMap<String, String>,
     pub quantization: Option<String>,
     /// Requests that a replica serves at a time, None = not known.
     pub slots: Option<u32>,

@@ -24,8 +24,9 @@ use super::observed::{Commands, Observed};
 use super::reconcile::{Action, Desired, Place, Traffic, Wanted, reconcile};
 use super::replicas::{Replica, ShardKey};
 use super::snapshot::NodeState;
-use crate::config::{Config, Endpoint, EngineUrl, Secret};
+use crate::config::{Config, Endpoint, EngineUrl, Labels, Secret};
 use crate::routing::fleet::Started;
+use crate::routing::locality::{Locality, Placed};
 use crate::routing::outlook::Outlook;
 
 mod hold;
@@ -257,7 +258,7 @@ impl Controller {
             let wanted = state.desired.models.get(replica.model());
             let is_replaced = wanted.is_none_or(|wanted| model.len() >= wanted.replicas as usize);
             if replica.node_state != NodeState::Lost || !is_replaced {
-                model.extend(endpoint(replica));
+                model.extend(placed(replica, &view.observed));
             }
         }
         if *state.served != endpoints {
@@ -412,19 +413,38 @@ fn stop(shard: &str, how: StopHow) -> ServerMessage {
 }
 
 /// Where a replica is reached; none where it serves no HTTP, or says an address that is none.
-fn endpoint(replica: &Replica) -> Option<Endpoint> {
+fn placed(replica: &Replica, observed: &Observed) -> Option<Placed> {
     let spec = &replica.spec;
     let url = EngineUrl::parse(&format!("http://{}", spec.address()?));
     let url = url
         .inspect_err(|error| tracing::warn!(shard = %replica.key, "its address {error:?}"))
         .ok()?;
-    Some(Endpoint {
-        url,
-        engine: spec.engine.clone(),
-        slots: spec.slots,
-        api_key: spec.api_key.as_ref().map(|key| Secret::new(key.expose())),
-        serves: Some(spec.readiness.served_name.clone()),
+    Some(Placed {
+        endpoint: Endpoint {
+            url,
+            engine: spec.engine.clone(),
+            slots: spec.slots,
+            api_key: spec.api_key.as_ref().map(|key| Secret::new(key.expose())),
+            serves: Some(spec.readiness.served_name.clone()),
+            labels: Labels::default(),
+        },
+        locality: locality(replica, observed),
     })
+}
+
+fn locality(replica: &Replica, observed: &Observed) -> Arc<Locality> {
+    let node = observed.nodes.get(&replica.key.node);
+    let cards = node.and_then(|node| node.inventory.as_ref().ok());
+    let mut cards = cards.into_iter().flat_map(|known| &known.gpus.devices);
+    let own = |uuid: &String| replica.spec.gpus.contains(uuid);
+    // A replica's GPUs are all of one class.
+    let gpu = cards.find(|card| card.uuid.value().is_some_and(own));
+    let labels = node.map(|node| node.labels.clone().into_iter().collect());
+    Locality::new(
+        Some(replica.key.node.clone()),
+        gpu.and_then(|card| card.class.value().cloned()),
+        Labels::new(labels.unwrap_or_default()),
+    )
 }
 
 fn say(action: &Action) {

@@ -74,15 +74,15 @@ pub fn desired(catalog: &Catalog) -> Desired {
     }
 }
 
-/// What a replica is made from, as a hash: the source and the whole profile but its name. What only decides where it may go (GPU classes)
-/// is in it too, since a replica on a class that is no longer allowed is outdated.
+/// What a replica is made from, as a hash: the source and the whole profile but its name. What only decides where it may go (GPU classes,
+/// labels of nodes) is in it too, since a replica where it is no longer allowed is outdated.
 pub fn definition(model: &Model, profile: &Profile) -> String {
     let env: Vec<(&String, &str)> = profile
         .env
         .iter()
         .map(|(name, value)| (name, value.expose()))
         .collect();
-    let text = serde_json::json!([
+    let mut made_from = serde_json::json!([
         source(model),
         profile.engine,
         profile.gpu,
@@ -98,7 +98,11 @@ pub fn definition(model: &Model, profile: &Profile) -> String {
         profile.args,
         env,
     ]);
-    hex(&Sha256::digest(text.to_string()))
+    // Only where there is one: what runs is not to be replaced because the server is a newer one.
+    if let (false, Some(list)) = (profile.node_selector.is_empty(), made_from.as_array_mut()) {
+        list.push(serde_json::json!(profile.node_selector));
+    }
+    hex(&Sha256::digest(made_from.to_string()))
 }
 
 /// What keeps a profile from being started at all, whatever the fleet; empty: nothing.

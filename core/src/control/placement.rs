@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use llmgw_plugins::{CandidateView, JobView, NodeView, Score, Verdict};
 
 use super::snapshot::{NodeFacts, Snapshot};
-use crate::config::{Model, Profile};
+use crate::config::{Labels, Model, Profile};
 
 mod candidates;
 mod decision;
@@ -32,7 +32,7 @@ use candidates::{Place, Surroundings};
 pub struct JobSpec {
     pub model: String,
     /// The model's labels.
-    pub labels: Vec<(String, String)>,
+    pub labels: Labels,
     /// Ways to run it, which are tried in this order; checked by the configuration's rules.
     pub profiles: Vec<Profile>,
     /// Number of this replica, from 0.
@@ -220,7 +220,7 @@ impl JobSpec {
             .collect();
         (!profiles.is_empty()).then(|| JobSpec {
             model: model.to_owned(),
-            labels: super::snapshot::label_pairs(&entry.labels),
+            labels: super::snapshot::label_pairs(&entry.labels).into(),
             profiles,
             replica: snapshot.next_number(model),
             replicas: entry.replicas,
@@ -232,7 +232,7 @@ impl JobSpec {
     pub fn new(model: &Model, replica: u32) -> JobSpec {
         JobSpec {
             model: model.name.to_string(),
-            labels: Vec::new(),
+            labels: model.labels.clone(),
             profiles: model.profiles.clone(),
             replica,
             replicas: model.replicas,

@@ -109,6 +109,18 @@ pub struct Node {
     pub cached: Option<Vec<String>>,
 }
 
+impl Node {
+    /// What the operator says of it under this name; `rack` and `zone` may stand for themselves.
+    pub fn label(&self, name: &str) -> Option<&str> {
+        let apart = match name {
+            "rack" => self.rack.as_ref(),
+            "zone" => self.zone.as_ref(),
+            _ => None,
+        };
+        self.labels.get(name).or(apart).map(String::as_str)
+    }
+}
+
 /// What the server knows of a node's connection and intentions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -86,7 +86,7 @@ pub fn snapshot(
     for model in models.filter(|model| !model.profiles.is_empty()) {
         let entry = ModelEntry {
             source: model.source.clone(),
-            labels: BTreeMap::new(),
+            labels: model.labels.iter().cloned().collect(),
             replicas: model.replicas,
             profiles: model.profiles.iter().map(ProfileEntry::from).collect(),
         };

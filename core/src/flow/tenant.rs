@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
+
 use super::ledger::{Ask, Balance, Held, Ledger, Limits, Refused};
 use super::window::Window;
 use crate::clock;
-use crate::config::Tenant;
+use crate::config::{Labels, Tenant};
 use crate::quantiles::Quantiles;
 
 /// How far back a tenant's usage goes.
@@ -20,6 +22,7 @@ pub struct TenantAccount {
     ledger: Mutex<Ledger>,
     /// Bits of an `f64`: what the configuration says.
     configured_weight: AtomicU64,
+    labels: ArcSwap<Vec<(String, String)>>,
     /// Bits of an `f64`: what holds, which a policy may have changed.
     weight: AtomicU64,
     queued: AtomicU32,
@@ -64,7 +67,9 @@ impl TenantAccount {
 
     pub fn of(tenant: &Tenant) -> TenantAccount {
         let limits = Limits::of(tenant);
-        TenantAccount::new(tenant.name.clone(), limits, tenant.weight, clock::now_ms)
+        let account = TenantAccount::new(tenant.name.clone(), limits, tenant.weight, clock::now_ms);
+        account.labels.store(tenant.labels.clone());
+        account
     }
 
     fn new(name: Arc<str>, limits: Limits, weight: f64, clock: fn() -> u64) -> TenantAccount {
@@ -73,6 +78,7 @@ impl TenantAccount {
             ledger: Mutex::new(Ledger::new(limits)),
             configured_weight: AtomicU64::new(weight.to_bits()),
             weight: AtomicU64::new(weight.to_bits()),
+            labels: ArcSwap::default(),
             queued: AtomicU32::new(0),
             inflight: AtomicU32::new(0),
             lately: Mutex::new(Lately {
@@ -90,6 +96,7 @@ impl TenantAccount {
         if self.configured_weight.swap(bits, Ordering::Relaxed) != bits {
             self.weight.store(bits, Ordering::Relaxed);
         }
+        self.labels.store(tenant.labels.clone());
         let mut ledger = self.ledger();
         ledger.set_limits((self.clock)(), Limits::of(tenant));
     }
@@ -121,6 +128,10 @@ impl TenantAccount {
     /// Its share against other tenants.
     pub fn weight(&self) -> f64 {
         f64::from_bits(self.weight.load(Ordering::Relaxed))
+    }
+
+    pub fn labels(&self) -> Labels {
+        self.labels.load_full()
     }
 
     pub fn configured_weight(&self) -> f64 {
@@ -355,6 +366,7 @@ mod tests {
         let mut tenant = Tenant {
             name: "t".into(),
             weight: 1.0,
+            labels: Labels::default(),
             bands: Vec::new(),
             keys: Vec::new(),
             models: Vec::new(),
@@ -369,7 +381,9 @@ mod tests {
             (4.0, Limits::of(&tenant))
         );
         tenant.weight = 2.0;
+        tenant.labels = Labels::new(vec![("tier".to_owned(), "gold".to_owned())]);
         account.configure(&tenant);
+        assert_eq!(account.labels(), tenant.labels);
         assert_eq!((account.weight(), account.configured_weight()), (2.0, 2.0));
     }
 

@@ -7,6 +7,7 @@ use llmgw_plugins::{Band, BandSpec, Hook, PolicySet, TenantView};
 
 use super::auth::Caller;
 use super::job::{Facts, Job};
+use crate::config::Labels;
 use crate::flow::tenant::TenantAccount;
 
 /// The band of callers who have none of their own.
@@ -36,7 +37,8 @@ pub fn hint(
 pub fn classify(job: &mut Job, caller: &Caller) {
     let set = job.set.clone();
     let (bands, allowed) = (set.bands_at_load(), allowed(caller));
-    let tenant = tenant_view(bands, allowed, &caller.account);
+    let labels = caller.account.labels();
+    let tenant = tenant_view(bands, allowed, &caller.account, &labels);
     let band = set.classify(&job.view(0), &tenant);
     let band = within(bands, allowed, band);
     if set.defines(Hook::Key) {
@@ -54,6 +56,7 @@ pub fn tenant_view<'a>(
     bands: &'a [BandSpec],
     allowed: &'a [Arc<str>],
     account: &'a TenantAccount,
+    labels: &'a Labels,
 ) -> TenantView<'a> {
     TenantView {
         name: &account.name,
@@ -62,7 +65,7 @@ pub fn tenant_view<'a>(
         weight: account.configured_weight(),
         inflight: u64::from(account.inflight()),
         queued: u64::from(account.queued()),
-        ..TenantView::default()
+        labels,
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use foldhash::{HashMap, HashSet};
 use llmgw_plugins::Policies;
 
+use super::locality::{Locality, Placed};
 use super::pool::{Pool, Shared};
 use super::replica::{Readiness, Replica};
 use super::{probe, scrape};
@@ -15,8 +16,8 @@ use crate::flow::slots::Slots;
 use crate::flow::turns::LaneId;
 use crate::telemetry::metrics::Metrics;
 
-/// Endpoints of replicas that the control plane started, by model.
-pub type Started = BTreeMap<String, Vec<Endpoint>>;
+/// Replicas that the control plane started, by model.
+pub type Started = BTreeMap<String, Vec<Placed>>;
 
 /// The pools by the models' catalog names.
 #[derive(Default)]
@@ -30,7 +31,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Builds the fleet of a configuration, with the endpoints of replicas that are started for it, by model. A replica whose endpoint and names are unchanged goes on as it is,
+    /// Builds the fleet of a configuration, with the replicas that are started for it. A replica whose endpoint and names are unchanged goes on as it is,
     /// with its connections, its counters and what it learned; one that left is retired, and requests on it end
     /// in their own time.
     pub fn build(
@@ -56,7 +57,7 @@ impl Fleet {
                 |old| old.shared(),
             );
             let replicas: Vec<Arc<Replica>> = endpoints(model, started)
-                .map(|endpoint| {
+                .map(|(endpoint, locality)| {
                     let names = names(model, endpoint);
                     let id = Replica::id(endpoint);
                     let limit = limits.get(&id).copied().flatten();
@@ -64,10 +65,15 @@ impl Fleet {
                     let own = own.unwrap_or_else(|| Slots::new(limit));
                     own.set_limit(limit);
                     slots.insert(id, Arc::downgrade(&own));
-                    kept(keep.map(Arc::as_ref), endpoint, &names).unwrap_or_else(|| {
+                    let kept = kept(keep.map(Arc::as_ref), endpoint, &names);
+                    if let Some(replica) = &kept {
+                        replica.set_locality(locality.clone());
+                    }
+                    kept.unwrap_or_else(|| {
                         let place = lock(&shared).join();
                         let replica = Replica::new(
                             endpoint.clone(),
+                            locality,
                             names,
                             connect_timeout,
                             own,
@@ -138,23 +144,30 @@ impl Fleet {
 }
 
 /// Those that are configured, then those that are started. A model without profiles has only the former.
-fn endpoints<'a>(model: &'a Model, started: &'a Started) -> impl Iterator<Item = &'a Endpoint> {
+fn endpoints<'a>(
+    model: &'a Model,
+    started: &'a Started,
+) -> impl Iterator<Item = (&'a Endpoint, Arc<Locality>)> {
     let started = started
         .get(&*model.name)
         .filter(|_| !model.profiles.is_empty());
+    let configured = model.endpoints.iter().map(|endpoint| {
+        let locality = Locality::new(None, None, endpoint.labels.clone());
+        (endpoint, locality)
+    });
+    let started = started.into_iter().flatten();
+    let started = started.map(|placed| (&placed.endpoint, placed.locality.clone()));
     let mut seen = HashSet::default();
-    model
-        .endpoints
-        .iter()
-        .chain(started.into_iter().flatten())
-        .filter(move |endpoint| seen.insert(Replica::id(endpoint)))
+    configured
+        .chain(started)
+        .filter(move |(endpoint, _)| seen.insert(Replica::id(endpoint)))
 }
 
 /// The slots of each engine, by the replicas' id: the fewest that one of its endpoints says.
 fn slot_limits(config: &Config, started: &Started) -> HashMap<Arc<str>, Option<u32>> {
     let mut limits: HashMap<Arc<str>, Option<u32>> = HashMap::default();
     let models = config.catalog.models.iter();
-    for endpoint in models.flat_map(|model| endpoints(model, started)) {
+    for (endpoint, _) in models.flat_map(|model| endpoints(model, started)) {
         let limit = limits.entry(Replica::id(endpoint)).or_default();
         *limit = match (*limit, endpoint.slots) {
             (Some(known), Some(slots)) => Some(known.min(slots)),

@@ -10,6 +10,7 @@ use llmgw_plugins::{
 };
 
 use super::learned::{OutputLength, TokenRatio};
+use super::locality::Locality;
 use super::outlook::Outlook;
 use super::prefix::{PREFIX_INDEX_MAX_BLOCKS, PrefixIndex, PromptHashes, ReplicaSlot};
 use super::replica::{Admitted, KV_FRESH_MS, Readiness, Replica, Standing};
@@ -288,9 +289,12 @@ impl Pool {
         let mut shown: Vec<usize> = (0..open.len()).filter(|index| *index != native).collect();
         shown.insert(0, native);
         shown.truncate(RANKED_MAX);
+        let localities: Vec<Arc<Locality>> =
+            shown.iter().map(|index| open[*index].locality()).collect();
         let views: Vec<ReplicaView<'_>> = shown
             .iter()
-            .map(|index| view(open[*index], &candidates[*index], asked))
+            .zip(&localities)
+            .map(|(index, locality)| view(open[*index], locality, &candidates[*index], asked))
             .collect();
         let ranked = set.rank(request, &views)?;
         let reason = ranked.reason.unwrap_or_else(|| "rank".to_string());
@@ -505,7 +509,12 @@ fn saved(candidate: &Candidate) -> Duration {
     Duration::from_secs_f64(ms / 1e3)
 }
 
-fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> ReplicaView<'a> {
+fn view<'a>(
+    replica: &'a Replica,
+    locality: &'a Locality,
+    candidate: &Candidate,
+    asked: &Asked,
+) -> ReplicaView<'a> {
     let todo = asked
         .ask
         .input_tokens
@@ -514,6 +523,11 @@ fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> Repli
     let ahead = (candidate.prefill_tokens + todo) as f64;
     ReplicaView {
         id: &replica.id,
+        node: locality.node.as_deref(),
+        rack: locality.rack.as_deref(),
+        zone: locality.zone.as_deref(),
+        gpu: locality.gpu.as_deref(),
+        labels: &locality.labels,
         ms_per_prefill_token: Some(candidate.ms_per_prefill_token),
         slots: candidate.slots,
         inflight: candidate.inflight,
@@ -526,7 +540,6 @@ fn view<'a>(replica: &'a Replica, candidate: &Candidate, asked: &Asked) -> Repli
         prefix_tokens: candidate.prefix_tokens,
         est_ttft_ms: Some(ahead * candidate.ms_per_prefill_token),
         errors_1m: f64::from(candidate.errors_1m),
-        ..ReplicaView::default()
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use http::HeaderValue;
 use llmgw_plugins::Load;
 use tokio_util::sync::CancellationToken;
@@ -11,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::breaker::{Admission, Breaker, BreakerState, Fault};
 use super::errors_window::ErrorsWindow;
 use super::learned::Learned;
+use super::locality::Locality;
 use super::prefix::ReplicaSlot;
 use super::score::Candidate;
 use crate::clock;
@@ -65,6 +67,7 @@ pub struct Replica {
     pub id: Arc<str>,
     pub engine: Arc<str>,
     pub endpoint: Endpoint,
+    locality: ArcSwap<Locality>,
     /// `Bearer KEY`, where the engine asks for one; marked as sensitive.
     authorization: Option<HeaderValue>,
     /// What its requests say in `Host`.
@@ -129,6 +132,7 @@ pub struct Numbers {
 impl Replica {
     pub fn new(
         endpoint: Endpoint,
+        locality: Arc<Locality>,
         names: Vec<Arc<str>>,
         connect_timeout: Duration,
         slots: Arc<Slots>,
@@ -150,6 +154,7 @@ impl Replica {
             upstream: Upstream::new(endpoint.url.host(), endpoint.url.port(), connect_timeout),
             slots,
             endpoint,
+            locality: ArcSwap::new(locality),
             names,
             prefix_slot,
             heard: AtomicU64::new(0),
@@ -172,6 +177,16 @@ impl Replica {
     /// The name of this endpoint's replica.
     pub fn id(endpoint: &Endpoint) -> Arc<str> {
         format!("{}{}", endpoint.url.authority(), endpoint.url.base()).into()
+    }
+
+    /// Where it is.
+    pub fn locality(&self) -> Arc<Locality> {
+        self.locality.load_full()
+    }
+
+    /// Its node says something else about itself now.
+    pub fn set_locality(&self, locality: Arc<Locality>) {
+        self.locality.store(locality);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -88,7 +88,8 @@ fn weigh(set: &PolicySet, tenants: &Tenants) {
         .collect();
     let total: u64 = known.iter().map(|(_, _, usage)| usage.cost).sum();
     for (allowed, account, used) in known {
-        let view = band::tenant_view(set.bands_at_load(), allowed, account);
+        let labels = account.labels();
+        let view = band::tenant_view(set.bands_at_load(), allowed, account, &labels);
         let (queued, inflight) = (view.queued, view.inflight);
         if used.cost + queued + inflight == 0 {
             continue;

@@ -23,6 +23,7 @@ impl Decode<'_, '_, '_> {
         let known = [
             "name",
             "aliases",
+            "labels",
             "source",
             "replicas",
             "endpoints",
@@ -38,6 +39,7 @@ impl Decode<'_, '_, '_> {
                 .required_text(&fields, "name", "write the name that clients ask for")
                 .into(),
             aliases: self.names(fields.get("aliases")),
+            labels: self.labels(&fields),
             source: self.text(&fields, "source"),
             replicas: replicas.unwrap_or(1),
             endpoints: self.items(fields.get("endpoints"), Decode::endpoint),
@@ -47,7 +49,10 @@ impl Decode<'_, '_, '_> {
     }
 
     fn endpoint(&mut self, field: &Field<'_>) -> Endpoint {
-        let fields = self.fields(field, &["url", "engine", "slots", "api_key", "serves"]);
+        let fields = self.fields(
+            field,
+            &["url", "engine", "slots", "api_key", "serves", "labels"],
+        );
         let text = self.required_text(
             &fields,
             "url",
@@ -74,6 +79,7 @@ impl Decode<'_, '_, '_> {
                 .and_then(|field| self.report.secret(&field))
                 .map(|text| Secret::new(&text)),
             serves: self.text(&fields, "serves"),
+            labels: self.labels(&fields),
         }
     }
 
@@ -113,6 +119,7 @@ impl Decode<'_, '_, '_> {
             "pipeline_parallel",
             "cpus",
             "memory",
+            "node_selector",
             "quantization",
             "slots",
             "launch_mode",
@@ -160,6 +167,7 @@ impl Decode<'_, '_, '_> {
             memory: fields
                 .get("memory")
                 .and_then(|field| self.report.size(&field, MEMORY_BYTES)),
+            node_selector: self.named_texts(&fields, "node_selector"),
             quantization: self.text(&fields, "quantization"),
             slots: self.count(&fields, "slots", SLOTS),
             launch_mode: launch_mode.unwrap_or_default(),

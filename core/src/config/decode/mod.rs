@@ -2,6 +2,7 @@
 //!
 //! A value that cannot be read is reported and replaced by its default, never left out, so that `check` finds the same indices as the file has.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -14,8 +15,8 @@ use crate::config::problem::Place;
 use crate::config::read::{Field, Fields, Report};
 use crate::config::yaml::Node;
 use crate::config::{
-    AdminListen, Agents, AgentsTls, Catalog, Config, KeyHash, Limits, Listen, Log, LogFormat,
-    ModelPattern, Secret, SourceText, Tenant, TenantKey, TlsFiles, UtcTime,
+    AdminListen, Agents, AgentsTls, Catalog, Config, KeyHash, Labels, Limits, Listen, Log,
+    LogFormat, ModelPattern, Secret, SourceText, Tenant, TenantKey, TlsFiles, UtcTime,
 };
 
 mod catalog;
@@ -271,6 +272,7 @@ impl Decode<'_, '_, '_> {
         let known = [
             "name",
             "weight",
+            "labels",
             "bands",
             "keys",
             "models",
@@ -313,6 +315,7 @@ impl Decode<'_, '_, '_> {
                 .required_text(&fields, "name", "give each tenant a name")
                 .into(),
             weight: weight.unwrap_or(1.0),
+            labels: self.labels(&fields),
             bands: self.names(fields.get("bands")),
             keys,
             models,
@@ -393,6 +396,15 @@ impl Decode<'_, '_, '_> {
             .map(|field| self.report.texts(&field))
             .unwrap_or_default();
         texts.into_iter().map(Arc::from).collect()
+    }
+
+    fn labels(&mut self, fields: &Fields<'_>) -> Labels {
+        Labels::new(self.named_texts(fields, "labels").into_iter().collect())
+    }
+
+    fn named_texts(&mut self, fields: &Fields<'_>, key: &str) -> BTreeMap<String, String> {
+        let texts = fields.get(key).map(|field| self.report.named_texts(&field));
+        texts.unwrap_or_default().into_iter().collect()
     }
 
     fn text(&mut self, fields: &Fields<'_>, key: &str) -> Option<String> {

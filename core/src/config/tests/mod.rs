@@ -426,6 +426,31 @@ fn all_problems_come_at_once_in_the_order_of_the_text() {
 }
 
 #[test]
+fn labels_are_the_operators_words() {
+    let config = good(
+        "tenants: [{name: t, labels: {tier: gold, cost centre: \"7\"}}]\nmodels:\n  - name: a\n    labels: {team: search}\n    endpoints: [{url: \"http://h\", labels: {zone: b}}]\n",
+    );
+    let label = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    let sorted = vec![label("cost centre", "7"), label("tier", "gold")];
+    assert_eq!(*config.tenants[0].labels, sorted);
+    let model = &config.catalog.models[0];
+    assert_eq!(*model.labels, [label("team", "search")]);
+    assert_eq!(*model.endpoints[0].labels, [label("zone", "b")]);
+    check(&[
+        (
+            "models: [{name: a, labels: search, endpoints: [{url: \"http://h\"}]}]\n",
+            &[
+                "1 models[0].labels: expected a mapping, found the text `search` (write `{name: \"value\"}`, or leave the key out)",
+            ],
+        ),
+        (
+            &profile("node_selector: {zone: [a]}"),
+            &["4 models[0].profiles[0].node_selector.zone: expected a text, found a list"],
+        ),
+    ]);
+}
+
+#[test]
 fn a_rule_is_silent_about_what_could_not_be_read() {
     check(&[
         (

@@ -22,6 +22,8 @@ const CHANGED: &str =
 const FIRST: &str = "10.0.0.1:21000";
 const SECOND: &str = "10.0.0.2:21000";
 
+const ON_GPU: &str = "[{name: m, source: m, labels: {team: search}, profiles: [{name: p, engine: vllm, gpu: h100-sxm-80g, slots: 2}]}]";
+
 /// One replica, ready on `a`.
 fn one() -> Fleet {
     let mut fleet = Fleet::new(&["a", "b"], ONE);
@@ -40,6 +42,21 @@ async fn the_thread_that_looks_is_gone_when_nobody_holds_it_any_more() {
 }
 
 #[test]
+fn the_gateway_is_told_where_a_replica_is_and_on_what() {
+    let mut fleet = Fleet::new(&["a"], ON_GPU);
+    fleet.ready("m/0");
+    let served = lock(&fleet.rest.served);
+    let locality = &served["m"][0].locality;
+    assert_eq!(locality.node.as_deref(), Some("a"));
+    assert_eq!(locality.gpu.as_deref(), Some("h100-sxm-80g"));
+    assert_eq!(locality.rack.as_deref(), Some("r1"));
+    let snapshot = fleet.controller.snapshot();
+    assert_eq!(snapshot.models["m"].labels["team"], "search");
+    let rack = locality.labels.iter().find(|(name, _)| name == "rack");
+    assert_eq!(rack.map(|(_, value)| &**value), Some("r1"));
+}
+
+#[test]
 fn a_catalog_entry_becomes_a_ready_endpoint() {
     let mut fleet = Fleet::new(&["a"], ONE);
     assert_eq!(fleet.running(), ["m/0 on a: loading"]);
@@ -50,7 +67,7 @@ fn a_catalog_entry_becomes_a_ready_endpoint() {
     assert_eq!(fleet.pool(), [FIRST]);
     let spec = fleet.spec("m/0");
     let served = lock(&fleet.rest.served).clone();
-    let endpoint = &served["m"][0];
+    let endpoint = &served["m"][0].endpoint;
     let key = endpoint.api_key.as_ref().map(|key| key.expose().to_owned());
     assert_eq!(
         key.as_deref(),

@@ -219,6 +219,14 @@ fn a_definition_changes_with_what_the_replica_is_made_from_only() {
     ] {
         assert_ne!(base, of(&LLAMACPP.replace(from, to)), "{to}");
     }
+    let selected = LLAMACPP.replace("cpus: 4", "node_selector: {zone: a}, cpus: 4");
+    assert_ne!(base, of(&selected));
+    assert_ne!(of(&selected), of(&selected.replace("zone: a", "zone: b")));
+    // A server that knows more keys than the one before replaces nothing that runs.
+    assert_eq!(
+        base,
+        "05a763406f1c7868034d24547bc554ada2028a5856c9b4a0df3a53b7c9579d4c"
+    );
     assert_eq!(made(LLAMACPP).definition, base);
     let desired = desired(&catalog(LLAMACPP));
     assert_eq!(desired.models["m"].replicas, 3);

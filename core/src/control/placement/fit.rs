@@ -54,6 +54,7 @@ pub(super) fn fit<'a>(need: &Need, node: &'a Node) -> Fit<'a> {
         ));
     }
     fit.reasons.extend(not_allowed(need, node));
+    fit.reasons.extend(not_selected(need, node));
     if need.gpus > 0 {
         gpus(need, node, &mut fit);
     }
@@ -84,6 +85,31 @@ fn not_allowed(need: &Need, node: &Node) -> Option<Reason> {
             format!("its agent.yaml lists no engine `{engine}` (it lists {listed})"),
             format!("no {engine} in its agent.yaml"),
             format!("`{engine}` under `engines` of its agent.yaml"),
+        )
+    })
+}
+
+/// All labels that are missing or otherwise, in one reason.
+fn not_selected(need: &Need, node: &Node) -> Option<Reason> {
+    let mut texts = Vec::new();
+    let mut shorts = Vec::new();
+    let mut lacks = Vec::new();
+    for (name, value) in &need.node_selector {
+        let label = match node.label(name) {
+            Some(label) if label == value => continue,
+            Some(label) => format!("`{name}` is `{label}`"),
+            None => format!("no label `{name}`"),
+        };
+        texts.push(format!("{label}, `{value}` is needed"));
+        shorts.push(label);
+        lacks.push(format!("`{name}: {value}`"));
+    }
+    (!texts.is_empty()).then(|| {
+        Reason::new(
+            code::LABELS,
+            texts.join("; "),
+            shorts.join(", "),
+            format!("{} under `labels` of its agent.yaml", lacks.join(" and ")),
         )
     })
 }

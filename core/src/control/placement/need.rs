@@ -1,5 +1,6 @@
 //! What a profile asks for, in the kernel's terms.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Serialize;
@@ -23,6 +24,9 @@ pub struct Need {
     pub cpus: Option<u32>,
     /// Memory on each node.
     pub memory_gib: Option<f64>,
+    /// Labels that each node must have.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub node_selector: BTreeMap<String, String>,
     /// It computes in fp8, which older cards can't.
     pub fp8: bool,
 }
@@ -49,6 +53,7 @@ impl Need {
             group,
             cpus: profile.cpus,
             memory_gib: memory_gib(profile),
+            node_selector: profile.node_selector.clone(),
             fp8: profile
                 .quantization
                 .as_ref()
@@ -88,6 +93,13 @@ impl fmt::Display for Need {
         }
         if self.nodes > 1 {
             f.write_str(", all in one fabric")?;
+        }
+        if !self.node_selector.is_empty() {
+            let each = self.node_selector.iter();
+            let labels: Vec<String> = each
+                .map(|(name, value)| format!("{name}={value}"))
+                .collect();
+            write!(f, ", labelled {}", labels.join(" and "))?;
         }
         Ok(())
     }

@@ -8,6 +8,8 @@ pub mod code {
     pub const NODE_STATE: &str = "node_state";
     /// The node's agent may not start the engine.
     pub const ENGINE: &str = "engine";
+    /// The node lacks a label that the profile's `node_selector` asks for.
+    pub const LABELS: &str = "labels";
     /// The node has no GPU at all; such nodes are counted apart.
     pub const NO_GPU: &str = "no_gpu";
     /// The node's GPUs are of another class.
@@ -35,9 +37,10 @@ pub mod code {
     /// The policy's filter failed.
     pub const POLICY_ERROR: &str = llmgw_plugins::POLICY_ERROR;
     /// All of the above.
-    pub const ALL: [&str; 15] = [
+    pub const ALL: [&str; 16] = [
         NODE_STATE,
         ENGINE,
+        LABELS,
         NO_GPU,
         GPU_CLASS,
         GPU_COUNT,

@@ -252,6 +252,7 @@ fn bare() -> crate::config::Profile {
         pipeline_parallel: 1,
         cpus: None,
         memory: None,
+        node_selector: Default::default(),
         quantization: None,
         slots: None,
         launch_mode: crate::config::LaunchMode::Native,

@@ -34,6 +34,9 @@ pub struct ProfileEntry {
     /// Memory on each node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_gib: Option<f64>,
+    /// Labels that each of its nodes must have, with these values.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub node_selector: BTreeMap<String, String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quantization: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -72,6 +75,7 @@ impl ProfileEntry {
             pipeline_parallel: self.pipeline_parallel,
             cpus: self.cpus,
             memory: self.memory_gib.map(|gib| (gib * GIB).round() as u64),
+            node_selector: self.node_selector.clone(),
             quantization: self.quantization.clone(),
             slots: self.slots,
             launch_mode: match self.launch_mode {
@@ -96,6 +100,7 @@ impl From<&Profile> for ProfileEntry {
             pipeline_parallel: profile.pipeline_parallel,
             cpus: profile.cpus,
             memory_gib: memory_gib(profile),
+            node_selector: profile.node_selector.clone(),
             quantization: profile.quantization.clone(),
             slots: profile.slots,
             launch_mode: match profile.launch_mode {

@@ -273,6 +273,39 @@ fn a_node_without_a_free_port_is_refused_and_each_replica_takes_one() {
 }
 
 #[test]
+fn a_node_without_the_labels_that_a_profile_asks_for_is_refused() {
+    let mut profile = cpu_profile(1);
+    profile["node_selector"] = json!({"disk": "nvme", "zone": "b"});
+    let fleet = Build::default()
+        .cores("a", 32)
+        .cores("b", 32)
+        .cores("c", 32)
+        .model(json!([profile]))
+        .set("nodes.a.zone", "b")
+        .set("nodes.a.labels", json!({"disk": "nvme"}))
+        .set("nodes.b.labels", json!({"disk": "ssd", "zone": "b"}));
+    let decision = fleet.place();
+    assert_eq!(nodes(&decision), ["a"]);
+    assert_eq!(codes(&decision, "b"), ["labels"]);
+    assert_eq!(text(&decision, "b"), "`disk` is `ssd`, `nvme` is needed");
+    let reason = &decision.refused("c")[0];
+    assert_eq!(reason.code, "labels");
+    assert_eq!(
+        reason.text,
+        "no label `disk`, `nvme` is needed; no label `zone`, `b` is needed"
+    );
+    assert_eq!(
+        reason.lacks,
+        "`disk: nvme` and `zone: b` under `labels` of its agent.yaml"
+    );
+    let need = &decision.attempts[0].need;
+    assert_eq!(
+        need.to_string(),
+        "profile cpu: 1 node with 1 cores and 16 GiB of memory, labelled disk=nvme and zone=b"
+    );
+}
+
+#[test]
 fn fp8_is_refused_below_compute_capability_8_9() {
     let mut profile = gpu_profile("rtx3060-12g", 1, 1);
     profile["quantization"] = json!("fp8");

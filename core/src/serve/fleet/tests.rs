@@ -7,7 +7,7 @@ use llmgw_plugins::{Policies, PolicyOptions, RequestView};
 use tokio::net::TcpListener;
 
 use super::Fleet;
-use crate::config::{self, Agents, Config, Endpoint, EngineUrl, Secret, UtcTime};
+use crate::config::{self, Agents, Config, Endpoint, EngineUrl, Labels, Secret, UtcTime};
 use crate::control::controller::Serving;
 use crate::control::enrolment::tests::{Fake, State};
 use crate::control::enrolment::{IssueError, LIFETIME_DEFAULT};
@@ -16,6 +16,7 @@ use crate::control::sessions::{Door, Sessions, SessionsOptions};
 use crate::flow::slots::Room;
 use crate::gateway::state::Gateway;
 use crate::routing::fleet::Started;
+use crate::routing::locality::{Locality, Placed};
 use crate::routing::outlook::Outlook;
 use crate::routing::pool::{Asked, Pool, Unavailable};
 use crate::routing::prefix::PromptHashes;
@@ -45,11 +46,20 @@ fn endpoint(address: &str, key: &str) -> Endpoint {
         slots: Some(2),
         api_key: Some(Secret::new(key)),
         serves: Some("m".to_owned()),
+        labels: Labels::default(),
     }
 }
 
 fn started(endpoints: &[Endpoint]) -> Arc<Started> {
-    Arc::new([("m".to_owned(), endpoints.to_vec())].into())
+    started_for("m", endpoints)
+}
+
+fn started_for(model: &str, endpoints: &[Endpoint]) -> Arc<Started> {
+    let placed = endpoints.iter().map(|endpoint| Placed {
+        endpoint: endpoint.clone(),
+        locality: Arc::default(),
+    });
+    Arc::new([(model.to_owned(), placed.collect())].into())
 }
 
 fn pool(gateway: &Gateway, model: &str) -> Arc<Pool> {
@@ -91,6 +101,23 @@ async fn a_started_replica_is_an_endpoint_and_stays_the_same_over_changes_around
 }
 
 #[tokio::test]
+async fn a_node_that_says_something_else_about_itself_changes_nothing_but_what_policies_see() {
+    let gateway = gateway();
+    let say = |zone: &str| {
+        let labels = Labels::new(vec![("zone".to_owned(), zone.to_owned())]);
+        let placed = Placed {
+            endpoint: endpoint(ONE, "k1"),
+            locality: Locality::new(Some("a".to_owned()), None, labels),
+        };
+        gateway.serve(Arc::new([("m".to_owned(), vec![placed])].into()));
+        pool(&gateway, "m").replicas[0].clone()
+    };
+    let (first, second) = (say("east"), say("west"));
+    assert!(Arc::ptr_eq(&first, &second));
+    assert_eq!(first.locality().zone.as_deref(), Some("west"));
+}
+
+#[tokio::test]
 async fn requests_on_a_replica_that_left_are_counted_to_their_end() {
     let gateway = gateway();
     gateway.serve(started(&[endpoint(ONE, "k1")]));
@@ -113,8 +140,7 @@ async fn requests_on_a_replica_that_left_are_counted_to_their_end() {
 #[tokio::test]
 async fn a_model_without_profiles_has_no_started_replicas() {
     let gateway = gateway();
-    let other = [("fixed".to_owned(), vec![endpoint(ONE, "k")])];
-    gateway.serve(Arc::new(other.into()));
+    gateway.serve(started_for("fixed", &[endpoint(ONE, "k")]));
     assert_eq!(pool(&gateway, "fixed").replicas.len(), 1);
 }
 

@@ -405,7 +405,7 @@ impl Fleet {
         let served = lock(&self.rest.served);
         let endpoints = served.get("m").into_iter().flatten();
         endpoints
-            .map(|endpoint| endpoint.url.authority().to_owned())
+            .map(|placed| placed.endpoint.url.authority().to_owned())
             .collect()
     }
 
