@@ -63,7 +63,11 @@ impl Session {
 
 impl Told {
     /// That the node lives; with the whole inventory where more than numbers changed.
-    pub(super) fn heartbeat(&mut self, inventory: &Arc<Inventory>, draining: bool) -> AgentMessage {
+    pub(super) fn heartbeat(
+        &mut self,
+        inventory: &Arc<Inventory>,
+        draining: bool,
+    ) -> Box<Heartbeat> {
         let now = without_numbers(inventory);
         let is_other = now != self.inventory;
         if is_other {
@@ -76,11 +80,11 @@ impl Told {
                 health: gpu.health.clone(),
             })
         });
-        AgentMessage::Heartbeat(Box::new(Heartbeat {
+        Box::new(Heartbeat {
             draining,
             gpus: gpus.collect(),
             inventory: is_other.then(|| ToldInventory::Inventory(inventory.clone())),
-        }))
+        })
     }
 
     /// A shard's status, with its spec where the server does not have that.

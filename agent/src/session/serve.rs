@@ -197,16 +197,22 @@ impl<'a> Serving<'a> {
         None
     }
 
-    /// Only the newest heartbeat is worth sending.
+    /// Only the newest heartbeat is worth sending. It brings the inventory that the one in whose place it comes was to bring.
     fn say_alive(&mut self) {
         let draining = self.session.drains();
         let inventory = self.session.inventory.latest();
-        let message = self.told.heartbeat(&inventory, draining);
-        let mut waiting = self.waiting.iter_mut();
-        // In its place: what a shard's end is told behind stays before it.
-        match waiting.find(|waiting| matches!(waiting, AgentMessage::Heartbeat(_))) {
-            Some(older) => *older = message,
-            None => self.waiting.push_back(message),
+        let mut newer = self.told.heartbeat(&inventory, draining);
+        let older = self.waiting.iter_mut().find_map(|waiting| match waiting {
+            AgentMessage::Heartbeat(older) => Some(older),
+            _ => None,
+        });
+        match older {
+            // In its place: what a shard's end is told behind stays before it.
+            Some(older) => {
+                newer.inventory = newer.inventory.or(older.inventory.take());
+                *older = newer;
+            }
+            None => self.waiting.push_back(AgentMessage::Heartbeat(newer)),
         }
     }
 

@@ -16,7 +16,8 @@ use llmgw_proto::inventory::{Inventory, Reading};
 use llmgw_proto::link::{self, Heard, Hearing, Host, KeepAlive};
 use llmgw_proto::session::{
     AgentMessage, DrainNode, Heartbeat, PortRange, Refusal, RefusalCode, Register, ServerMessage,
-    SessionId, ShardReport, StartShard, StopHow, StopShard, TailLog, Welcome,
+    SessionId, ShardReport, StartShard, StopHow, StopShard, TailLog, Told as ToldInventory,
+    Welcome,
 };
 use llmgw_proto::shard::{LogLine, Readiness, ShardSpec, ShardState, ShardStatus};
 use llmgw_proto::wire::error::WireError;
@@ -608,6 +609,31 @@ async fn that_a_shard_is_over_is_told_after_its_gpus_as_they_are_by_then() {
         };
         assert_eq!(report.status.state, state);
     }
+}
+
+#[tokio::test]
+async fn an_inventory_that_changed_is_told_also_where_a_newer_heartbeat_takes_the_place_of_its_own()
+{
+    let mut server = Server::start(QUIET).await;
+    let (node, _asked) = Node::new();
+    let _running = Running::start(session(server.address, &node, QUIET));
+    let (mut held, _) = server.welcomed(60_000).await;
+    held.heartbeat().await;
+    Arc::make_mut(&mut node.inventory.lock().unwrap())
+        .gpus
+        .devices
+        .remove(1);
+    // Both are over, so each has a heartbeat before it, and they are taken in together.
+    let over = ["m/0/0", "m/1/0"].map(|shard| status(&spec(shard), ShardState::Failed));
+    node.changes.send_replace(over.to_vec());
+    let beat = held.heartbeat().await;
+    let told = beat.inventory.expect("it has changed");
+    let ToldInventory::Inventory(told) = told else {
+        panic!("it can't be read");
+    };
+    assert_eq!(told, node.latest());
+    held.report().await;
+    held.report().await;
 }
 
 #[tokio::test]
