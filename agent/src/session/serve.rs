@@ -321,8 +321,17 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Says that the agent stops on purpose, and waits until that was read.
-    pub(super) async fn goodbye(self) {
+    /// Says what changed until now and that the agent stops on purpose, and waits until that was read.
+    pub(super) async fn goodbye(mut self) {
+        // The last shard's end and the word to stop come at the same time, and nobody would tell it later.
+        let changed = tokio::select! {
+            biased;
+            statuses = self.changes.next() => statuses,
+            () = std::future::ready(()) => Vec::new(),
+        };
+        for status in changed {
+            self.report(status);
+        }
         let goodbye = AgentMessage::Goodbye(Goodbye {
             reason: "the agent was told to stop".to_owned(),
             engines_stay: self.session.engines_stay.load(Ordering::Relaxed),

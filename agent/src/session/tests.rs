@@ -741,6 +741,34 @@ async fn an_agent_that_is_stopped_says_goodbye_and_whether_its_engines_run_on() 
 }
 
 #[tokio::test]
+async fn a_change_that_comes_with_the_word_to_stop_is_told_before_the_goodbye() {
+    let mut server = Server::start(QUIET).await;
+    // Which of the two the session sees first is drawn.
+    for _ in 0..32 {
+        let (node, _asked) = Node::new();
+        let running = Running::start(session(server.address, &node, QUIET));
+        let (mut held, _) = server.welcomed(60_000).await;
+        held.heartbeat().await;
+        let last = status(&spec("m/0/0"), ShardState::Stopped);
+        node.changes.send_replace(vec![last]);
+        running.stop.cancel();
+        let first = held
+            .until(|message| match message {
+                AgentMessage::Heartbeat(_) => None,
+                other => Some(other),
+            })
+            .await;
+        let AgentMessage::ShardStatus(report) = first else {
+            panic!("{first:?} came first");
+        };
+        assert_eq!(report.status.state, ShardState::Stopped);
+        assert!(matches!(held.hear().await, AgentMessage::Goodbye(_)));
+        drop(held);
+        running.ends().await;
+    }
+}
+
+#[tokio::test]
 async fn an_agent_stops_although_the_server_says_nothing_reads_nothing_or_is_not_there() {
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gone = {
