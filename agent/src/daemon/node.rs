@@ -48,6 +48,9 @@ struct OwnPids {
 
 impl Node {
     /// Looks for the first time. Takes as long as the GPUs' driver does, up to its deadline.
+    ///
+    /// # Errors
+    /// The thread that looks at the GPUs can't be started, or has ended.
     pub(super) async fn start(config: &AgentConfig) -> io::Result<Arc<Node>> {
         let sources = Sources {
             gpus: GpuSources::default(),
@@ -57,12 +60,16 @@ impl Node {
             config: config.clone(),
         };
         let watch = GpuWatch::start(sources.gpus.clone(), PROBE_INTERVAL)?;
+        Node::with(sources, watch).await
+    }
+
+    async fn with(sources: Sources, watch: GpuWatch) -> io::Result<Arc<Node>> {
         let mut probes = watch.probes();
         let looked = loop {
             if let Some(looked) = LookedAt::now(&watch) {
                 break looked;
             }
-            probes.next().await;
+            probes.next().await.map_err(io::Error::other)?;
         };
         let inventory = look(sources.clone(), looked.gpus.clone()).await?;
         Ok(Arc::new(Node {
@@ -73,7 +80,7 @@ impl Node {
         }))
     }
 
-    /// Looks again and again, until it is dropped.
+    /// Looks again and again, until it is dropped. Ends where it can't go on, which is in the log.
     pub(super) async fn keep(self: Arc<Node>, supervisor: Arc<Supervisor>) {
         tokio::select! {
             () = self.keep_gpus(&supervisor) => {}
@@ -81,7 +88,7 @@ impl Node {
         }
     }
 
-    /// Every few seconds, and as soon as the driver has answered. Ends with the runtime.
+    /// Every few seconds, and as soon as the driver has answered. Ends with the runtime, and with the thread that asks the driver.
     async fn keep_gpus(&self, supervisor: &Arc<Supervisor>) {
         let mut looks = looks();
         let mut probes = self.watch.probes();
@@ -89,7 +96,10 @@ impl Node {
         loop {
             tokio::select! {
                 _ = looks.tick() => {}
-                () = probes.next() => {}
+                probed = probes.next() => if let Err(ended) = probed {
+                    tracing::error!("{ended}");
+                    return;
+                },
             }
             let Some(mut looked) = LookedAt::now(&self.watch) else {
                 continue;
@@ -228,9 +238,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use llmgw_proto::inventory::Reading;
+    use std::path::Path;
+
     use llmgw_proto::inventory::gpu::{GpuProcess, HealthCode};
+    use tokio::time::timeout;
 
     use super::*;
+    use crate::inventory::gpu::assemble::without_source;
+    use crate::inventory::gpu::prober::Probed;
+    use crate::supervisor::SupervisorOptions;
+
+    /// No test waits for longer.
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     const INVENTORY: &str = include_str!("../../../tests/recordings/inventory/two-gpus.json");
 
@@ -330,5 +349,52 @@ mod tests {
         assert_eq!(renewed.gpus.devices[1..], inventory.gpus.devices[1..]);
         let same = probed(start, &[]).renew(inventory.clone());
         assert_eq!(same.gpus.devices, inventory.gpus.devices);
+    }
+
+    fn without_gpus() -> Probed {
+        Probed::Answered(without_source(Vec::new()))
+    }
+
+    async fn node(
+        place: &Path,
+        probe: impl FnMut() -> Probed + Send + 'static,
+    ) -> io::Result<Arc<Node>> {
+        let sources = Sources {
+            gpus: GpuSources::default(),
+            sys: place.to_owned(),
+            proc: place.to_owned(),
+            dev: None,
+            config: AgentConfig::default(),
+        };
+        let watch = GpuWatch::with(probe, Duration::from_millis(1))?;
+        Node::with(sources, watch).await
+    }
+
+    #[tokio::test]
+    async fn the_look_at_the_node_ends_with_the_thread_that_looks_at_the_gpus() {
+        let place = std::env::temp_dir().join(format!("llmgw-node-{}", std::process::id()));
+        let first = node(&place, || panic!("a first probe that panics"));
+        let first = timeout(PATIENCE, first).await.expect("nothing is to come");
+        let why = first.err().expect("nothing is known of the GPUs");
+        assert_eq!(
+            why.to_string(),
+            "the thread that looks at the GPUs has ended"
+        );
+
+        let mut left = 1;
+        let later = node(&place, move || {
+            assert!(left > 0, "a later probe that panics");
+            left -= 1;
+            without_gpus()
+        });
+        let node = later.await.expect("it has looked");
+        let options = SupervisorOptions::new(place.clone(), BTreeMap::new());
+        let (supervisor, _) = Supervisor::start(options)
+            .await
+            .expect("nothing runs there");
+        let looks = node.keep(supervisor.clone());
+        timeout(PATIENCE, looks).await.expect("it can't go on");
+        supervisor.shutdown(false).await;
+        std::fs::remove_dir_all(&place).expect("it is there");
     }
 }

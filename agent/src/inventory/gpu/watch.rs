@@ -3,6 +3,7 @@
 //! A thread of its own probes. When the driver falls silent or fails, the last values stay, marked stale, and each GPU is flagged: nothing new
 //! may be placed on a driver that does not answer.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
@@ -28,6 +29,10 @@ pub struct GpuWatch {
 /// Tells of probes that have ended, those of before it was made included.
 pub struct Probes(watch::Receiver<Option<Arc<Seen>>>);
 
+/// The thread that probes has ended before its watch: it panicked, or its watch was dropped. What was last seen stays so for ever.
+#[derive(Debug, PartialEq, Eq)]
+pub struct WatchEnded;
+
 /// What is known, and since when.
 #[derive(Debug, Clone)]
 struct Seen {
@@ -39,17 +44,25 @@ struct Seen {
 impl GpuWatch {
     /// Begins to probe in a thread of its own.
     pub fn start(sources: GpuSources, interval: Duration) -> std::io::Result<GpuWatch> {
+        let mut prober = Prober::new(sources);
+        GpuWatch::with(move || prober.probe(), interval)
+    }
+
+    /// The same with another way to probe.
+    pub(crate) fn with(
+        mut probe: impl FnMut() -> Probed + Send + 'static,
+        interval: Duration,
+    ) -> std::io::Result<GpuWatch> {
         let (sender, seen) = watch::channel(None);
         let (stop, stopped) = sync_channel::<()>(0);
         std::thread::Builder::new()
             .name("gpu-watch".to_string())
             .spawn(move || {
-                let mut prober = Prober::new(sources);
                 let mut classes = Classes::default();
                 let mut last: Option<Arc<Seen>> = None;
                 while !sender.is_closed() {
                     let asked = Instant::now();
-                    let probed = prober.probe();
+                    let probed = probe();
                     let next = Arc::new(follow(last.as_deref(), probed, asked, &mut classes));
                     log_change(last.as_deref().map(|seen| &seen.gpus), &next.gpus);
                     sender.send_replace(Some(Arc::clone(&next)));
@@ -77,13 +90,21 @@ impl GpuWatch {
 
 impl Probes {
     /// Until another probe has ended. Nothing is lost if this is dropped before it returns.
-    pub async fn next(&mut self) {
-        // The thread lives as long as the watch does; should it have died, there is nothing to wait for.
-        if self.0.changed().await.is_err() {
-            std::future::pending::<()>().await;
-        }
+    ///
+    /// # Errors
+    /// No further one will.
+    pub async fn next(&mut self) -> Result<(), WatchEnded> {
+        self.0.changed().await.map_err(|_| WatchEnded)
     }
 }
+
+impl fmt::Display for WatchEnded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the thread that looks at the GPUs has ended")
+    }
+}
+
+impl std::error::Error for WatchEnded {}
 
 impl Seen {
     /// The values at a time: those of a driver that no longer answers carry their age, and a flag.
@@ -187,6 +208,9 @@ mod tests {
     use crate::inventory::gpu::scripts::Scripts;
     use crate::inventory::gpu::smi;
     use llmgw_proto::inventory::gpu::{HealthCode, HealthFlag};
+
+    /// No test waits for longer.
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     fn answer(rows: &str) -> Probed {
         let smi = smi::tests::Recorded::new(rows);
@@ -301,14 +325,14 @@ mod tests {
         };
         let watch = GpuWatch::start(sources, Duration::from_millis(1)).unwrap();
         let mut probes = watch.probes();
-        probes.next().await;
+        probes.next().await.unwrap();
         let (seen, _) = watch.latest().unwrap();
         assert!(seen.devices[0].has(HealthCode::MemoryHeld));
         assert_eq!(seen.driver, DriverState::Answering);
         // Now one fails: what was known stays, and is stale.
         std::fs::write(scripts.path().join("fail"), "").unwrap();
         let seen = loop {
-            probes.next().await;
+            probes.next().await.unwrap();
             let (seen, _) = watch.latest().unwrap();
             if seen.driver != DriverState::Answering {
                 break seen;
@@ -316,5 +340,21 @@ mod tests {
         };
         assert_eq!(seen.driver, DriverState::Failing);
         assert!(matches!(seen.devices[0].uuid, Reading::Stale { .. }));
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_a_probe_is_told_that_the_thread_has_ended() {
+        let mut left = 1;
+        let probe = move || {
+            assert!(left > 0, "a probe that panics");
+            left -= 1;
+            answer("l4")
+        };
+        let watch = GpuWatch::with(probe, Duration::from_millis(1)).unwrap();
+        let mut probes = watch.probes();
+        assert_eq!(probes.next().await, Ok(()));
+        let ended = tokio::time::timeout(PATIENCE, probes.next()).await;
+        assert_eq!(ended, Ok(Err(WatchEnded)));
+        assert_eq!(watch.latest().unwrap().0.devices.len(), 1);
     }
 }
