@@ -12,14 +12,17 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use crate::config::AgentConfig;
 use crate::inventory::gpu::health::settle_memory_held;
-use crate::inventory::gpu::{GpuSources, GpuWatch, PROBE_INTERVAL};
+use crate::inventory::gpu::{GpuSources, GpuWatch, PROBE_DEADLINE, PROBE_INTERVAL};
 use crate::inventory::{self, Sources, network};
 use crate::session::InventorySource;
 use crate::supervisor::gpu::{GpuFact, GpuFacts, fact};
+use crate::supervisor::machine::LOOK_WAIT_MAX_MS;
 use crate::supervisor::{Processes, Supervisor};
 
 /// How often the rest of the node is looked at, and the GPUs' last probe taken over.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
+// A stopped shard waits for the probe that is under way and for the next one.
+const _: () = assert!(2 * PROBE_DEADLINE.as_millis() < LOOK_WAIT_MAX_MS as u128);
 
 pub(super) struct Node {
     sources: Sources,
@@ -229,6 +232,10 @@ impl GpuFacts for Node {
         let found = looked.find(uuid)?;
         Some(fact(found, looked.asked))
     }
+
+    fn look_now(&self) {
+        self.watch.look_now();
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -357,6 +364,7 @@ mod tests {
 
     async fn node(
         place: &Path,
+        every: Duration,
         probe: impl FnMut() -> Probed + Send + 'static,
     ) -> io::Result<Arc<Node>> {
         let sources = Sources {
@@ -366,14 +374,15 @@ mod tests {
             dev: None,
             config: AgentConfig::default(),
         };
-        let watch = GpuWatch::with(probe, Duration::from_millis(1))?;
+        let watch = GpuWatch::with(probe, every)?;
         Node::with(sources, watch).await
     }
 
     #[tokio::test]
     async fn the_look_at_the_node_ends_with_the_thread_that_looks_at_the_gpus() {
         let place = std::env::temp_dir().join(format!("llmgw-node-{}", std::process::id()));
-        let first = node(&place, || panic!("a first probe that panics"));
+        let every = Duration::from_millis(1);
+        let first = node(&place, every, || panic!("a first probe that panics"));
         let first = timeout(PATIENCE, first).await.expect("nothing is to come");
         let why = first.err().expect("nothing is known of the GPUs");
         assert_eq!(
@@ -382,7 +391,7 @@ mod tests {
         );
 
         let mut left = 1;
-        let later = node(&place, move || {
+        let later = node(&place, every, move || {
             assert!(left > 0, "a later probe that panics");
             left -= 1;
             without_gpus()
@@ -396,5 +405,20 @@ mod tests {
         timeout(PATIENCE, looks).await.expect("it can't go on");
         supervisor.shutdown(false).await;
         std::fs::remove_dir_all(&place).expect("it is there");
+    }
+
+    #[tokio::test]
+    async fn the_driver_is_asked_anew_for_a_shard_that_has_ended() {
+        let (asks, mut asked) = tokio::sync::mpsc::unbounded_channel();
+        let probe = move || {
+            let _ = asks.send(());
+            without_gpus()
+        };
+        let node = node(Path::new("/nowhere"), PATIENCE * 60, probe).await;
+        let node = node.expect("it has looked");
+        asked.recv().await.expect("it has looked");
+        node.look_now();
+        let again = timeout(PATIENCE, asked.recv()).await;
+        again.expect("it looks at once").expect("it looks");
     }
 }

@@ -162,7 +162,7 @@ pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<Vec<Member>> {
     }
 }
 
-/// Looks at the GPUs until their memory has fallen, and tells what holds them meanwhile.
+/// Has the GPUs looked at until their memory has fallen, and tells what holds them meanwhile.
 pub async fn until_free(
     shard: String,
     uuids: Vec<String>,
@@ -170,13 +170,17 @@ pub async fn until_free(
     events: mpsc::Sender<Event>,
 ) {
     let gone = Instant::now();
-    let mut told = String::new();
+    if !uuids.is_empty() {
+        gpus.look_now();
+    }
+    let mut told = None;
     loop {
         let mut held = None;
         for uuid in &uuids {
             match gpu::release(uuid, gpus.gpu(uuid).as_ref(), gone) {
                 Release::Free => {}
-                Release::Held(what) => held = held.or(Some(what)),
+                Release::Unseen(what) => held = held.or(Some(Event::Unseen(what))),
+                Release::Held(what) => held = held.or(Some(Event::Held(what))),
                 Release::Unknown(what) => {
                     tracing::warn!(
                         shard,
@@ -185,13 +189,13 @@ pub async fn until_free(
                 }
             }
         }
-        let Some(held) = held else {
+        let Some(event) = held.clone() else {
             let _ = events.send(Event::Released).await;
             return;
         };
         if held != told {
-            told.clone_from(&held);
-            if events.send(Event::Held(held)).await.is_err() {
+            told = held;
+            if events.send(event).await.is_err() {
                 return;
             }
         }

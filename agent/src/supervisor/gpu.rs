@@ -13,6 +13,10 @@ pub const FREE_MAX_MIB: u64 = 600;
 pub trait GpuFacts: Send + Sync {
     /// `None`: no such GPU here.
     fn gpu(&self, uuid: &str) -> Option<GpuFact>;
+
+    /// Asks for a look at the driver that begins after this. Returns at once. Nothing is to be done where there is no driver, or each
+    /// answer is a new look.
+    fn look_now(&self) {}
 }
 
 /// One GPU, as it was last seen.
@@ -35,7 +39,9 @@ pub struct NoGpus;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Release {
     Free,
-    /// Not yet, or not known yet: ask again.
+    /// Nobody has looked since: ask again.
+    Unseen(String),
+    /// Not yet: ask again.
     Held(String),
     /// The driver cannot tell. That no process is left is the best evidence then.
     Unknown(String),
@@ -80,7 +86,7 @@ pub fn release(uuid: &str, fact: Option<&GpuFact>, gone: Instant) -> Release {
         return Release::Unknown(format!("GPU {uuid} is not listed any more"));
     };
     if fact.read_at < gone {
-        return Release::Held(format!("GPU {uuid} was not looked at since"));
+        return Release::Unseen(format!("GPU {uuid} was not looked at since"));
     }
     match fact.used_mib {
         Some(used) if used > FREE_MAX_MIB => Release::Held(format!(
@@ -153,7 +159,7 @@ mod tests {
         for (fact, expected) in [
             (
                 Some(fact(Some(3), before)),
-                Release::Held("GPU GPU-1 was not looked at since".into()),
+                Release::Unseen("GPU GPU-1 was not looked at since".into()),
             ),
             (Some(fact(Some(3), after)), Release::Free),
             (Some(fact(Some(58_222), after)), Release::Held(held.into())),

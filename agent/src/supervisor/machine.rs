@@ -22,7 +22,10 @@ use probing::Silence;
 pub const FAILURE_GRACE_MAX_MS: u64 = 5_000;
 /// How long the processes may take to go after SIGKILL. Those that stay wait in the kernel.
 pub const KILL_WAIT_MAX_MS: u64 = 10_000;
-/// How long the GPUs' memory may take to fall once the processes are gone.
+/// How long it may take until the GPUs are looked at once the processes are gone: a probe that is under way, and then the one that was
+/// asked for, each to its deadline and killed.
+pub const LOOK_WAIT_MAX_MS: u64 = 65_000;
+/// How long the GPUs' memory may take to fall from that look on.
 pub const RELEASE_WAIT_MAX_MS: u64 = 30_000;
 
 /// What of a spec the machine needs.
@@ -81,7 +84,9 @@ enum Ending {
     No,
     Terminated,
     Killed,
-    /// Nothing runs any more; its GPUs are being given back.
+    /// Nothing runs any more; its GPUs were not looked at since.
+    Looking,
+    /// They were, and something held them still.
     Releasing,
     /// Some processes do not die. The shard is over, and still holds what it had.
     Haunted,
@@ -114,7 +119,9 @@ pub enum Event {
     /// No process of it is left.
     Gone,
     Released,
-    /// Its GPUs are not free, in words.
+    /// Its GPUs were not looked at since it has no process, in words.
+    Unseen(String),
+    /// They were, and are not free, in words.
     Held(String),
     Tick,
 }

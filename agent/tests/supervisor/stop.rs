@@ -142,10 +142,10 @@ async fn a_stop_works_while_the_engine_loads_and_while_an_address_is_waited_for(
     node.until_state("m/1/0", ShardState::Stopped).await;
 }
 
-/// One GPU, whose memory is what the test says.
-#[derive(Default)]
+/// One GPU, whose memory is what the test says. Nobody looks at it but who asks for that.
 struct OneGpu {
     used_mib: Mutex<Option<u64>>,
+    looked: Mutex<Instant>,
 }
 
 impl GpuFacts for OneGpu {
@@ -154,15 +154,21 @@ impl GpuFacts for OneGpu {
             problems: Vec::new(),
             used_mib: *self.used_mib.lock().unwrap(),
             holders: vec![4711],
-            read_at: Instant::now(),
+            read_at: *self.looked.lock().unwrap(),
         })
+    }
+
+    fn look_now(&self) {
+        *self.looked.lock().unwrap() = Instant::now();
     }
 }
 
 #[tokio::test]
 async fn a_shard_is_not_over_before_the_memory_of_its_gpus_has_fallen() {
-    let gpu = Arc::new(OneGpu::default());
-    *gpu.used_mib.lock().unwrap() = Some(4);
+    let gpu = Arc::new(OneGpu {
+        used_mib: Mutex::new(Some(4)),
+        looked: Mutex::new(Instant::now()),
+    });
     let facts = gpu.clone();
     let mut node = Node::with(move |options| options.gpus = facts).await;
     let with_gpu = |shard| ShardSpec {

@@ -22,8 +22,8 @@ pub const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 /// Holds the last values; probing ends when it is dropped.
 pub struct GpuWatch {
     seen: watch::Receiver<Option<Arc<Seen>>>,
-    /// Dropped to end the thread.
-    _stop: SyncSender<()>,
+    /// Asks the thread for a probe; dropped to end it.
+    ask: SyncSender<()>,
 }
 
 /// Tells of probes that have ended, those of before it was made included.
@@ -54,7 +54,8 @@ impl GpuWatch {
         interval: Duration,
     ) -> std::io::Result<GpuWatch> {
         let (sender, seen) = watch::channel(None);
-        let (stop, stopped) = sync_channel::<()>(0);
+        // With room for one: a probe that has not begun serves all who asked for it.
+        let (ask, asks) = sync_channel::<()>(1);
         std::thread::Builder::new()
             .name("gpu-watch".to_string())
             .spawn(move || {
@@ -67,12 +68,12 @@ impl GpuWatch {
                     log_change(last.as_deref().map(|seen| &seen.gpus), &next.gpus);
                     sender.send_replace(Some(Arc::clone(&next)));
                     last = Some(next);
-                    if stopped.recv_timeout(interval) != Err(RecvTimeoutError::Timeout) {
+                    if asks.recv_timeout(interval) == Err(RecvTimeoutError::Disconnected) {
                         return;
                     }
                 }
             })?;
-        Ok(GpuWatch { seen, _stop: stop })
+        Ok(GpuWatch { seen, ask })
     }
 
     /// What was last seen, as if no process were this node's own, and when the driver was asked for it. `None`: the first probe is still
@@ -80,6 +81,11 @@ impl GpuWatch {
     pub fn latest(&self) -> Option<(Gpus, Instant)> {
         let seen = self.seen.borrow().clone()?;
         Some((seen.at(Instant::now()), seen.asked))
+    }
+
+    /// Asks for a probe that begins after this, as soon as the one that is under way has ended. Returns at once.
+    pub fn look_now(&self) {
+        let _ = self.ask.try_send(());
     }
 
     /// To wait for probes.
@@ -356,5 +362,38 @@ mod tests {
         let ended = tokio::time::timeout(PATIENCE, probes.next()).await;
         assert_eq!(ended, Ok(Err(WatchEnded)));
         assert_eq!(watch.latest().unwrap().0.devices.len(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_probe_that_is_asked_for_begins_after_that_also_while_another_one_is_under_way() {
+        let (begins, mut begun) = tokio::sync::mpsc::unbounded_channel();
+        let (go_on, goes_on) = std::sync::mpsc::channel::<()>();
+        let probe = move || {
+            begins.send(Instant::now()).unwrap();
+            // Its end is the test's.
+            let _ = goes_on.recv();
+            answer("l4")
+        };
+        let watch = GpuWatch::with(probe, PATIENCE * 60).unwrap();
+        let mut begun = async || {
+            let begun = tokio::time::timeout(PATIENCE, begun.recv()).await;
+            begun.expect("no probe began").unwrap()
+        };
+        let mut probes = watch.probes();
+        begun().await;
+        let asked = Instant::now();
+        watch.look_now();
+        // Whoever asks beside waits for the same one.
+        watch.look_now();
+        go_on.send(()).unwrap();
+        probes.next().await.unwrap();
+        assert!(watch.latest().unwrap().1 <= asked, "it was under way");
+        assert!(begun().await >= asked);
+        go_on.send(()).unwrap();
+        probes.next().await.unwrap();
+        // None is under way now.
+        let asked = Instant::now();
+        watch.look_now();
+        assert!(begun().await >= asked);
     }
 }

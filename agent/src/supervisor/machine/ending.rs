@@ -2,7 +2,10 @@
 
 use llmgw_proto::shard::{GONE_NOW, NOT_GONE, ShardState};
 
-use super::{Action, Ending, Event, KILL_WAIT_MAX_MS, Life, Plan, RELEASE_WAIT_MAX_MS, Reason};
+use super::{
+    Action, Ending, Event, KILL_WAIT_MAX_MS, LOOK_WAIT_MAX_MS, Life, Plan, RELEASE_WAIT_MAX_MS,
+    Reason,
+};
 use crate::supervisor::spec_store::Asked;
 
 impl Life {
@@ -40,8 +43,8 @@ impl Life {
                 Vec::new()
             }
             (Ending::Terminated | Ending::Killed, Event::Gone) => {
-                self.ending = Ending::Releasing;
-                self.step_by_ms = Some(now_ms.saturating_add(RELEASE_WAIT_MAX_MS));
+                self.ending = Ending::Looking;
+                self.step_by_ms = Some(now_ms.saturating_add(LOOK_WAIT_MAX_MS));
                 self.remains.clear();
                 vec![Action::Release]
             }
@@ -52,12 +55,18 @@ impl Life {
                 self.reason.push_str(&format!("; {GONE_NOW}"));
                 vec![Action::Forget, Action::Report]
             }
-            (Ending::Releasing, Event::Released) => self.over(),
-            (Ending::Releasing, Event::Held(what)) => {
+            (Ending::Looking | Ending::Releasing, Event::Released) => self.over(),
+            (Ending::Looking, Event::Unseen(what)) | (Ending::Releasing, Event::Held(what)) => {
                 self.remains.clone_from(what);
                 Vec::new()
             }
-            (Ending::Releasing, Event::Tick) if is_due => {
+            (Ending::Looking, Event::Held(what)) => {
+                self.ending = Ending::Releasing;
+                self.step_by_ms = Some(now_ms.saturating_add(RELEASE_WAIT_MAX_MS));
+                self.remains.clone_from(what);
+                Vec::new()
+            }
+            (Ending::Looking | Ending::Releasing, Event::Tick) if is_due => {
                 let text = format!("its processes are gone, and {}", self.remains);
                 self.blame(Reason::new("gpu_held", text));
                 self.over()

@@ -513,6 +513,34 @@ fn gpu_memory_that_does_not_fall_is_a_failure_beside_the_first_one() {
 }
 
 #[test]
+fn the_time_for_gpu_memory_to_fall_begins_with_the_first_look_at_it() {
+    let stopped = || {
+        Story::new(single())
+            .ready()
+            .then(Event::Asked(Asked::Stop))
+            .then(Event::Gone)
+            .then(Event::Unseen("GPU-1 was not looked at since".to_owned()))
+    };
+    let mut story = stopped();
+    story.now_ms += RELEASE_WAIT_MAX_MS;
+    let story = story
+        .then(Event::Tick)
+        .is(ShardState::Stopping, "", &[])
+        .then(Event::Held("GPU-1 has 9000 MiB in use".to_owned()));
+    let until_ms = story.now_ms + RELEASE_WAIT_MAX_MS;
+    assert_eq!(story.life.next_tick_ms(), Some(until_ms));
+    let actions = [Action::Forget, Action::Report];
+    story
+        .then(Event::Released)
+        .is(ShardState::Stopped, "", &actions);
+    // No look at all, although two probes were waited for.
+    let unseen = "gpu_held: its processes are gone, and GPU-1 was not looked at since";
+    stopped()
+        .time_passes()
+        .is(ShardState::Failed, unseen, &actions);
+}
+
+#[test]
 fn an_adopted_shard_goes_on_where_it_was() {
     let runs = |next, was_ready| Remnant::Runs { next, was_ready };
     for (remnant, state, last) in [
