@@ -187,8 +187,7 @@ impl Controller {
 
     /// One look. May block for as long as the decisions take.
     pub fn look(&self) {
-        let view = self.view();
-        let mut state = self.lock();
+        let (mut state, view) = self.locked();
         state.take_in(&view);
         self.tell_failures(&mut state, &view);
         let traffic = self.traffic(&state, &view);
@@ -216,12 +215,16 @@ impl Controller {
         self.expect(&mut state, &view);
     }
 
-    fn view(&self) -> View {
-        View {
+    /// What is remembered, and what there is. The lock comes first: what was seen before it may be older than what is remembered by now, such as
+    /// an order for a node that had not registered then, or the end of a hold that came with another catalog.
+    fn locked(&self) -> (MutexGuard<'_, State>, View) {
+        let state = self.lock();
+        let view = View {
             config: self.serving.config(),
             observed: self.observed.borrow().clone(),
             set: self.policies.current(),
-        }
+        };
+        (state, view)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -116,8 +116,7 @@ impl Controller {
         timeout_ms: Option<u64>,
         force: bool,
     ) -> Result<String, OperatorError> {
-        let view = self.view();
-        let mut state = self.lock();
+        let (mut state, view) = self.locked();
         let Some(node) = view.observed.nodes.get(id) else {
             let known = view.observed.nodes.keys().map(String::as_str);
             return Err(OperatorError::unknown("node", id, known));
@@ -150,8 +149,7 @@ impl Controller {
     /// Stops a replica; one more is wanted then, and placed. Of copies that share the name, which a node that was away may bring, the one
     /// stops that would be surplus first.
     pub fn stop(&self, replica: &str, force: bool) -> Result<String, OperatorError> {
-        let view = self.view();
-        let mut state = self.lock();
+        let (mut state, view) = self.locked();
         let all = Replica::all(&view.observed, &state.memory);
         let is_meant = |known: &&Replica| known.spec.replica == replica;
         let mut meant: Vec<&Replica> = all.iter().filter(is_meant).collect();
@@ -191,8 +189,7 @@ impl Controller {
 
     /// The change is so large that an operator has to confirm it.
     pub fn held(&self, after: &Catalog) -> Option<Held> {
-        let view = self.view();
-        let state = self.lock();
+        let (state, view) = self.locked();
         Held::of(&launch::desired(after), &view.observed, &state.memory)
     }
 
@@ -203,13 +200,12 @@ impl Controller {
 
     /// The fleet as policies see it.
     pub fn snapshot(&self) -> Snapshot {
-        let view = self.view();
-        fleet(&view, &self.lock().memory)
+        let (state, view) = self.locked();
+        fleet(&view, &state.memory)
     }
 
     pub fn nodes(&self) -> Vec<NodeReport> {
-        let view = self.view();
-        let state = self.lock();
+        let (state, view) = self.locked();
         let fleet = fleet(&view, &state.memory);
         let replicas = Replica::all(&view.observed, &state.memory);
         view.observed
@@ -223,8 +219,7 @@ impl Controller {
     }
 
     pub fn replicas(&self) -> Vec<ReplicaReport> {
-        let view = self.view();
-        let state = self.lock();
+        let (state, view) = self.locked();
         Replica::all(&view.observed, &state.memory)
             .iter()
             .map(|replica| replica_report(replica, &state, &view))
@@ -239,8 +234,7 @@ impl Controller {
     /// What is known about a model now. What would make it run is tried later, since that takes seconds, in which the fleet is to be
     /// looked at.
     pub(super) fn ask(&self, name: &str) -> Result<Asked, OperatorError> {
-        let view = self.view();
-        let state = self.lock();
+        let (state, view) = self.locked();
         let catalog = &view.config.catalog;
         let Some(model) = catalog.models.iter().find(|model| *model.name == *name) else {
             let known = catalog.models.iter().map(|model| &*model.name);

@@ -15,7 +15,7 @@ pub enum Output {
 impl Controller {
     /// Where the output of a replica's rank is to be had.
     pub fn output_of(&self, replica: &str, rank: u32) -> Result<Output, OperatorError> {
-        let view = self.view();
+        let (state, view) = self.locked();
         let mut known = Vec::new();
         let mut absent = None;
         for (id, node) in &view.observed.nodes {
@@ -42,7 +42,6 @@ impl Controller {
                 state,
             });
         }
-        let state = self.lock();
         let model = replica.rsplit_once('/').map_or(replica, |(model, _)| model);
         let failures = state.memory.failures(model);
         let mut kept = failures.into_iter().flat_map(|failures| &failures.kept);

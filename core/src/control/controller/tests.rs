@@ -1,6 +1,7 @@
 //! A replica's whole life, over a fleet in memory: what agents are told, what they run, and what is in the pool meanwhile.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use llmgw_plugins::{Policies, PolicyOptions, PolicySet};
 use llmgw_proto::shard::{API_KEY_PLACE, ShardState};
@@ -753,6 +754,63 @@ fn a_start_that_is_held_is_over_with_a_catalog_that_stops_little() {
         Vec::<String>::new(),
         "a reload asks by itself"
     );
+}
+
+#[test]
+fn a_reload_that_ends_a_hold_while_a_look_begins_stops_nothing() {
+    let mut fleet = restarted_with("[]");
+    fleet.join("a");
+    fleet.join("b");
+    fleet.pass(RECOVERY_S);
+    assert!(fleet.controller.held_since_start().is_some());
+    let (controller, rest) = (fleet.controller.clone(), fleet.rest.clone());
+    let reload = move || {
+        rest.configure(TWO);
+        // It would get in here, were the lock free.
+        if let Ok(mut state) = controller.state.try_lock() {
+            state.hold.end(false);
+        }
+    };
+    *lock(&fleet.rest.then) = Some(Box::new(reload));
+    fleet.controller.look();
+    *lock(&fleet.rest.then) = None;
+    fleet.controller.configured(false);
+    fleet.pass(5);
+    assert_eq!(fleet.running(), ["m/0 on a: ready", "m/1 on b: ready"]);
+    let told = fleet.log();
+    assert!(told.iter().all(|line| line.starts_with("pool")), "{told:?}");
+}
+
+#[test]
+fn whoever_looks_asks_or_orders_sees_the_fleet_under_the_lock() {
+    let fleet = one();
+    let (controller, seen) = (fleet.controller.clone(), Arc::new(AtomicU32::new(0)));
+    let (counted, asked) = (seen.clone(), fleet.controller.clone());
+    let then = move || {
+        // Else what it sees would be older than what it finds remembered.
+        assert!(asked.state.try_lock().is_err(), "nobody else gets in");
+        counted.fetch_add(1, Ordering::Relaxed);
+    };
+    *lock(&fleet.rest.then) = Some(Box::new(then));
+    let none = parse("[]").catalog;
+    let uses: [&dyn Fn(); 11] = [
+        &|| controller.look(),
+        &|| drop(controller.drain("a", None, false)),
+        &|| drop(controller.undrain("a")),
+        &|| drop(controller.stop("m/0", false)),
+        &|| drop(controller.held(&none)),
+        &|| drop(controller.snapshot()),
+        &|| drop(controller.nodes()),
+        &|| drop(controller.replicas()),
+        &|| drop(controller.explain("m")),
+        &|| drop(controller.waiting()),
+        &|| drop(controller.output_of("m/0", 0)),
+    ];
+    for (number, of) in uses.iter().enumerate() {
+        of();
+        assert_eq!(seen.load(Ordering::Relaxed) as usize, number + 1);
+    }
+    *lock(&fleet.rest.then) = None;
 }
 
 #[test]

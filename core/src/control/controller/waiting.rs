@@ -22,8 +22,7 @@ pub struct WaitingReport {
 
 impl Controller {
     pub fn waiting(&self) -> Vec<WaitingReport> {
-        let view = self.view();
-        let state = self.lock();
+        let (state, view) = self.locked();
         let replicas = Replica::all(&view.observed, &state.memory);
         let models = state.desired.models.iter();
         models

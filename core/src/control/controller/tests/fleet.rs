@@ -38,15 +38,27 @@ pub(crate) struct Rest {
     pub failed: Mutex<Vec<String>>,
     mail: Mutex<VecDeque<(String, SessionId, ServerMessage)>>,
     pub log: Mutex<Vec<String>>,
+    /// Done whenever the controller has just been given the configuration.
+    pub then: Mutex<Option<Box<dyn FnMut() + Send>>>,
 }
 
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl Rest {
+    pub fn configure(&self, models: &str) {
+        *lock(&self.config) = Some(Arc::new(parse(models)));
+    }
+}
+
 impl Serving for Rest {
     fn config(&self) -> Arc<Config> {
-        lock(&self.config).clone().expect("the test sets one first")
+        let config = lock(&self.config).clone();
+        if let Some(then) = lock(&self.then).as_mut() {
+            then();
+        }
+        config.expect("the test sets one first")
     }
 
     fn requests(&self, address: &str) -> u32 {
@@ -138,7 +150,7 @@ impl Fleet {
     }
 
     pub fn configure(&mut self, models: &str) {
-        *lock(&self.rest.config) = Some(Arc::new(parse(models)));
+        self.rest.configure(models);
     }
 
     /// The server is gone and back: it knows nothing, and no agent has connected yet.
