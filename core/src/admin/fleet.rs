@@ -169,7 +169,10 @@ async fn logs(fleet: &FleetAdmin, query: &Query) -> Result<Value, FleetError> {
     let replica = query.text("replica")?;
     let rank = query.number("rank")?.unwrap_or(0);
     let lines = query.number("lines")?.unwrap_or(LINES_DEFAULT);
-    let output = fleet.controller.output_of(&replica, rank);
+    let controller = fleet.controller.clone();
+    // A look at the fleet may be under way.
+    let output = tokio::task::spawn_blocking(move || controller.output_of(&replica, rank));
+    let output = output.await.map_err(|_| FleetError::Died)?;
     let (node, shard) = match output.map_err(FleetError::Operator)? {
         Output::At { node, shard } => (node, shard),
         Output::Kept(failure) => {

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use arc_swap::ArcSwapOption;
 use llmgw_plugins::{Policies, PolicySet};
 use llmgw_proto::session::{DrainNode, ServerMessage, StopHow, StopShard};
 use tokio::runtime::Handle;
@@ -71,6 +72,8 @@ pub struct Controller {
     serving: Arc<dyn Serving>,
     /// Held for a whole look. Operators' questions and orders come in between.
     state: Mutex<State>,
+    /// What `state.hold` says, for those who can't wait for a look.
+    held: ArcSwapOption<String>,
     wake: Notify,
 }
 
@@ -127,6 +130,7 @@ impl Controller {
             policies,
             serving,
             state: Mutex::default(),
+            held: ArcSwapOption::empty(),
             wake: Notify::new(),
         })
     }
@@ -189,6 +193,7 @@ impl Controller {
     pub fn look(&self) {
         let (mut state, view) = self.locked();
         state.take_in(&view);
+        self.publish_hold(&state);
         self.tell_failures(&mut state, &view);
         let traffic = self.traffic(&state, &view);
         let mut actions = reconcile(&state.desired, &view.observed, &state.memory, &traffic);
@@ -213,6 +218,10 @@ impl Controller {
         self.place(&mut state, &view, places);
         self.tell_failures(&mut state, &view);
         self.expect(&mut state, &view);
+    }
+
+    fn publish_hold(&self, state: &State) {
+        self.held.store(state.hold.said().map(Arc::new));
     }
 
     /// What is remembered, and what there is. The lock comes first: what was seen before it may be older than what is remembered by now, such as

@@ -1,13 +1,17 @@
 //! Questions and orders over a fleet in memory.
 
-use std::sync::Arc;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, mpsc};
+use std::task::Poll;
+use std::time::Duration;
 
 use http::{StatusCode, Uri};
 use llmgw_proto::shard::LogLine;
 use serde_json::{Value, json};
 
 use super::{FleetAdmin, FleetError, FleetOrder, FleetQuestion, Query, ask, order};
-use crate::control::controller::tests::fleet::Fleet;
+use crate::control::controller::tests::fleet::{Fleet, lock};
 use crate::control::snapshot::Snapshot;
 
 const MODELS: &str = "[{name: org/m, profiles: [{name: p, engine: llamacpp, cpus: 4}]}, {name: fixed, endpoints: [{url: 'http://127.0.0.1:9'}]}]";
@@ -129,6 +133,32 @@ async fn what_has_no_answer_says_why() {
         .await
         .expect_err("there is none");
     assert!(matches!(none, FleetError::NoFleet));
+}
+
+#[tokio::test]
+async fn who_asks_for_output_while_the_fleet_is_looked_at_keeps_no_thread_of_the_runtime_waiting() {
+    const PATIENCE: Duration = Duration::from_secs(60);
+    let (fleet, admin) = fleet();
+    let (begins, begun) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let (tell, was_released) = mpsc::channel();
+    let mut first = Some(released);
+    *lock(&fleet.rest.then) = Some(Box::new(move || {
+        if let Some(released) = first.take() {
+            begins.send(()).expect("the test waits for it");
+            let _ = tell.send(released.recv_timeout(PATIENCE).is_ok());
+        }
+    }));
+    let controller = fleet.controller.clone();
+    let look = std::thread::spawn(move || controller.look());
+    begun.recv_timeout(PATIENCE).expect("it looks");
+    let mut logs = pin!(asked(&admin, FleetQuestion::Logs, "replica=org/m/0"));
+    let asking = poll_fn(|context| Poll::Ready(logs.as_mut().poll(context).is_pending()));
+    assert!(asking.await, "it waits, and others have the thread");
+    release.send(()).expect("the look waits for it");
+    assert_eq!(logs.await["node"], "a");
+    assert_eq!(was_released.recv(), Ok(true), "the look lasted until then");
+    look.join().expect("it ends");
 }
 
 #[tokio::test]

@@ -181,6 +181,7 @@ impl Controller {
     pub fn configured(&self, is_confirmed: bool) {
         let mut state = self.lock();
         state.hold.end(is_confirmed);
+        self.publish_hold(&state);
         drop(state);
         self.wake();
     }
@@ -193,9 +194,10 @@ impl Controller {
         Held::of(&launch::desired(after), &view.observed, &state.memory)
     }
 
-    /// What the catalog of the start would stop, and does not; `None`: nothing is held.
+    /// What the catalog of the start would stop, and does not; `None`: nothing is held. Waits for no look: the metrics page asks, on the
+    /// threads that relay streams.
     pub fn held_since_start(&self) -> Option<String> {
-        self.lock().hold.said()
+        self.held.load().as_deref().cloned()
     }
 
     /// The fleet as policies see it.

@@ -13,7 +13,7 @@ pub enum Output {
 }
 
 impl Controller {
-    /// Where the output of a replica's rank is to be had.
+    /// Where the output of a replica's rank is to be had. Waits for a look that is under way.
     pub fn output_of(&self, replica: &str, rank: u32) -> Result<Output, OperatorError> {
         let (state, view) = self.locked();
         let mut known = Vec::new();

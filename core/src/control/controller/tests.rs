@@ -1,7 +1,8 @@
 //! A replica's whole life, over a fleet in memory: what agents are told, what they run, and what is in the pool meanwhile.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use llmgw_plugins::{Policies, PolicyOptions, PolicySet};
 use llmgw_proto::shard::{API_KEY_PLACE, ShardState};
@@ -14,6 +15,9 @@ use crate::control::tests::nodes::Nodes;
 use crate::routing::outlook::NONE_READY;
 
 pub(crate) mod fleet;
+
+/// For what comes at once.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 const ONE: &str =
     "[{name: m, source: m.gguf, profiles: [{name: p, engine: llamacpp, cpus: 4, slots: 2}]}]";
@@ -453,7 +457,7 @@ fn a_drained_node_is_left_and_used_again_when_it_is_put_back() {
 fn a_drain_whose_replacement_has_no_place_says_so_and_waits_for_its_timeout_only() {
     let mut fleet = Fleet::new(&["a"], ONE);
     fleet.ready("m/0");
-    let limit = std::time::Duration::from_secs(20);
+    let limit = Duration::from_secs(20);
     fleet
         .controller
         .drain("a", Some(limit), false)
@@ -811,6 +815,21 @@ fn whoever_looks_asks_or_orders_sees_the_fleet_under_the_lock() {
         assert_eq!(seen.load(Ordering::Relaxed) as usize, number + 1);
     }
     *lock(&fleet.rest.then) = None;
+}
+
+#[test]
+fn what_a_start_holds_is_said_while_the_fleet_is_looked_at() {
+    let mut fleet = restarted_with("[]");
+    fleet.join("a");
+    fleet.join("b");
+    fleet.pass(RECOVERY_S);
+    let controller = fleet.controller.clone();
+    let look = fleet.controller.lock();
+    let (said, heard) = mpsc::channel();
+    std::thread::spawn(move || said.send(controller.held_since_start()));
+    let held = heard.recv_timeout(PATIENCE).expect("it waits for no look");
+    assert!(held.is_some_and(|held| held.contains("would stop 2 of 2")));
+    drop(look);
 }
 
 #[test]
