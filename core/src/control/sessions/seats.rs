@@ -31,17 +31,24 @@ pub(super) struct Seat {
 /// All seats. Shared by the keeper, which puts sessions in and takes them out, and by whoever sends commands.
 #[derive(Debug)]
 pub(super) struct Seats {
-    taken: Mutex<HashMap<SessionId, Seat>>,
+    taken: Mutex<Taken>,
     /// The upper half of every session's number: no number of another server, or of an earlier run of this one, is mistaken for one of ours.
     run: u32,
     given: AtomicU32,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    seats: HashMap<SessionId, Seat>,
+    /// The server stops: what whoever sits down from now on is ended with.
+    closed: Option<ServerMessage>,
 }
 
 impl Seats {
     pub(super) fn new() -> Seats {
         let run = RandomState::new().hash_one(std::process::id());
         Seats {
-            taken: Mutex::new(HashMap::new()),
+            taken: Mutex::default(),
             run: (run >> 32) as u32,
             given: AtomicU32::new(0),
         }
@@ -54,21 +61,27 @@ impl Seats {
     }
 
     pub(super) fn put(&self, session: SessionId, seat: Seat) {
-        self.lock().insert(session, seat);
+        let mut taken = self.lock();
+        let Some(last) = taken.closed.clone() else {
+            taken.seats.insert(session, seat);
+            return;
+        };
+        drop(taken);
+        seat.end(session, last);
     }
 
     /// Whether it sits. One that was put and does not was ended meanwhile.
     pub(super) fn has(&self, session: SessionId) -> bool {
-        self.lock().contains_key(&session)
+        self.lock().seats.contains_key(&session)
     }
 
     pub(super) fn remove(&self, session: SessionId) {
-        self.lock().remove(&session);
+        self.lock().seats.remove(&session);
     }
 
     /// Ends a session with a last message.
     pub(super) fn dismiss(&self, session: SessionId, last: ServerMessage) {
-        let seat = self.lock().remove(&session);
+        let seat = self.lock().seats.remove(&session);
         if let Some(seat) = seat {
             seat.end(session, last);
         }
@@ -76,7 +89,7 @@ impl Seats {
 
     /// Ends a session that may no longer speak for its node. True: it did end.
     pub(super) fn judge(&self, session: SessionId, gate: &Gate) -> bool {
-        let seat = self.lock().get(&session).cloned();
+        let seat = self.lock().seats.get(&session).cloned();
         let Some(seat) = seat else { return false };
         let Err(not) = gate.may_be(&seat.peer, &seat.node) else {
             return false;
@@ -88,15 +101,19 @@ impl Seats {
 
     /// The same for all of them; how many ended. One that sits down meanwhile is for whoever puts it there to judge afterwards.
     pub(super) fn judge_all(&self, gate: &Gate) -> usize {
-        let sessions: Vec<SessionId> = self.lock().keys().copied().collect();
+        let sessions: Vec<SessionId> = self.lock().seats.keys().copied().collect();
         let ended = sessions
             .iter()
             .filter(|session| self.judge(**session, gate));
         ended.count()
     }
 
+    /// Ends all sessions, and from now on every one as it sits down: a registration may still wait for the keeper.
     pub(super) fn dismiss_all(&self, last: &ServerMessage) {
-        let seats: Vec<(SessionId, Seat)> = self.lock().drain().collect();
+        let mut taken = self.lock();
+        taken.closed = Some(last.clone());
+        let seats = std::mem::take(&mut taken.seats);
+        drop(taken);
         for (session, seat) in seats {
             seat.end(session, last.clone());
         }
@@ -113,7 +130,7 @@ impl Seats {
             convert::check(&message).map_err(NotSent::TooLarge)?;
         }
         let mut taken = self.lock();
-        let seat = taken.get(&session).filter(|seat| seat.node == node);
+        let seat = taken.seats.get(&session).filter(|seat| seat.node == node);
         let seat = seat.ok_or(NotSent::SessionEnded)?;
         match seat.outgoing.try_send(Framed { session, message }) {
             Ok(()) => Ok(()),
@@ -122,7 +139,7 @@ impl Seats {
                 tracing::warn!(
                     "node `{node}` does not read: {OUTGOING_MAX} commands wait for it; its session is cut"
                 );
-                let seat = taken.remove(&session);
+                let seat = taken.seats.remove(&session);
                 drop(taken);
                 if let Some(seat) = seat {
                     seat.end(session, too_slow(node));
@@ -132,7 +149,7 @@ impl Seats {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<SessionId, Seat>> {
+    fn lock(&self) -> MutexGuard<'_, Taken> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -157,4 +174,37 @@ pub(super) fn too_slow(node: &str) -> ServerMessage {
         certificate: None,
         claimed: node.to_owned(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use llmgw_proto::identity::listening::Showing;
+
+    use super::*;
+
+    #[test]
+    fn whoever_sits_down_after_all_were_dismissed_is_told_so_too() {
+        let leaving = ServerMessage::Leaving("the server stops".to_owned());
+        let (seats, session) = (Seats::new(), SessionId(1));
+        let (outgoing, mut sent) = mpsc::channel(8);
+        let address = "127.0.0.1:1".parse().expect("it is one");
+        let seat = Seat {
+            node: "n1".to_owned(),
+            peer: Peer {
+                address,
+                own: address.ip(),
+                showing: Arc::new(Showing::nothing()),
+            },
+            outgoing,
+            over: CancellationToken::new(),
+            last: Arc::default(),
+        };
+        seats.dismiss_all(&leaving);
+        seats.put(session, seat.clone());
+        assert!(seat.over.is_cancelled());
+        assert_eq!(seat.last.get(), Some(&leaving));
+        let told = sent.try_recv().expect("it was told");
+        assert_eq!((told.session, told.message), (session, leaving));
+        assert!(!seats.has(session), "the table hears nothing of it");
+    }
 }
