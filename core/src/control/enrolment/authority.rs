@@ -7,15 +7,15 @@ use llmgw_proto::identity::{Fingerprint, Moment, RequestedKey};
 use sha2::{Digest, Sha256};
 
 use super::book::KeyDigest;
-use super::{Certified, Signing, Trusted};
-use crate::authority::{Authority, AuthorityProblem, Made};
+use super::{Certified, Signer, Signing, Trusted};
+use crate::authority::{Authority, AuthorityProblem};
 use crate::config::Agents;
 
 /// Where they are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuthorityFiles {
-    certificate: PathBuf,
-    key: PathBuf,
+    pub(super) certificate: PathBuf,
+    pub(super) key: PathBuf,
 }
 
 impl AuthorityFiles {
@@ -42,7 +42,7 @@ impl AuthorityFiles {
 }
 
 impl Signing for AuthorityFiles {
-    fn authority(&self) -> Result<Trusted, String> {
+    fn authority(&self) -> Result<Box<dyn Signer>, String> {
         let authority = self.load().map_err(|problem| problem.to_string())?;
         if authority.trusted.len() > AUTHORITY_MAX_BYTES {
             return Err(format!(
@@ -50,22 +50,27 @@ impl Signing for AuthorityFiles {
                 self.certificate.display()
             ));
         }
-        Ok(Trusted {
-            fingerprint: authority.certificate.fingerprint,
-            pem: authority.trusted,
-        })
+        Ok(Box::new(authority))
     }
 
     fn requested_key(&self, request: &str) -> Result<KeyDigest, String> {
         let key = RequestedKey::from_pem(request).map_err(|why| why.to_string())?;
         Ok(KeyDigest(Sha256::digest(key.der()).into()))
     }
+}
+
+impl Signer for Authority {
+    fn trusted(&self) -> Trusted {
+        Trusted {
+            fingerprint: self.certificate.fingerprint,
+            pem: self.trusted.clone(),
+        }
+    }
 
     fn sign(&self, node: &str, request: &str) -> Result<Certified, String> {
         let key = RequestedKey::from_pem(request).map_err(|why| why.to_string())?;
-        let sign =
-            || -> Result<Made, AuthorityProblem> { self.load()?.sign(node, &key, Moment::now()) };
-        let made = sign().map_err(|problem| problem.to_string())?;
+        let made = Authority::sign(self, node, &key, Moment::now());
+        let made = made.map_err(|problem| problem.to_string())?;
         Ok(Certified {
             certificate: made.pem,
             serial: made.certificate.serial.to_string(),

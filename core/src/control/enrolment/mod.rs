@@ -37,12 +37,18 @@ const LIFETIME_MAX: Duration = Duration::from_secs(7 * 24 * 3_600);
 
 /// What the authority's key is asked for. The errors are for a person.
 pub trait Signing: Send + Sync + 'static {
-    fn authority(&self) -> Result<Trusted, String>;
+    /// The authority as it is now.
+    fn authority(&self) -> Result<Box<dyn Signer>, String>;
 
     /// The key that a signing request is for, where it proves that the sender has it.
     fn requested_key(&self, request: &str) -> Result<KeyDigest, String>;
+}
 
-    /// A certificate for that key, with this node's id as its name. Nothing else of the request is taken.
+/// An authority as it was read: what it signs is its own, whatever has come into its place meanwhile.
+pub trait Signer {
+    fn trusted(&self) -> Trusted;
+
+    /// A certificate for the key of a signing request, with this node's id as its name. Nothing else of the request is taken.
     fn sign(&self, node: &str, request: &str) -> Result<Certified, String>;
 }
 
@@ -194,7 +200,7 @@ impl Enrolment {
             return Err(IssueError::Lifetime(lifetime));
         }
         let authority = signing.authority().map_err(IssueError::Authority)?;
-        let authority = authority.fingerprint;
+        let authority = authority.trusted().fingerprint;
         if !(self.leads)(&authority) {
             return Err(IssueError::NotShown(authority));
         }
@@ -234,21 +240,23 @@ impl Enrolment {
             tracing::error!("no certificate for node `{}`: {why}", token.node());
             failed()
         };
-        let trusted = signing.authority().map_err(|why| no(&why))?;
+        // Held while it is signed: of two questions at once the second one gets what the first one made.
+        let mut book = self.lock();
+        // Read once: what goes on record is signed by the one that the token is from.
+        let authority = signing.authority().map_err(|why| no(&why))?;
+        let trusted = authority.trusted();
         // What the agent pins: it takes nothing from another one.
         if trusted.fingerprint != token.authority() {
             let node = token.node().to_owned();
             return Err(refused(&NotAllowed::OtherAuthority { node }));
         }
-        // Held while it is signed: of two questions at once the second one gets what the first one made.
-        let mut book = self.lock();
         let denied = self.denied.read().unwrap_or_else(PoisonError::into_inner);
         let allowed = book.check(token, claimed, key, &denied, now);
         drop(denied);
         let certified = match allowed.map_err(|why| refused(&why))? {
             Allowed::Again(certified) => certified,
             Allowed::First => {
-                let made = signing.sign(token.node(), &request.signing_request);
+                let made = authority.sign(token.node(), &request.signing_request);
                 let certified = made.map_err(|why| no(&why))?;
                 let mut changed = book.clone();
                 changed.use_up(token.node(), key, certified.clone(), now);

@@ -4,7 +4,14 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use llmgw_proto::identity::placing::{KEY_MODE, NewFile, make_directory, place};
+use llmgw_proto::identity::{Certificate, Moment};
+use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+
 use super::*;
+use crate::authority::{MadeAuthority, make};
 
 const NOW: UtcTime = UtcTime(1_796_000_000);
 
@@ -36,7 +43,7 @@ impl Drop for State {
 /// Takes any text for a request, whose first byte is its key.
 pub(crate) struct Fake {
     fails: AtomicBool,
-    signed: AtomicU32,
+    signed: Arc<AtomicU32>,
     /// How often the authority was replaced by another one.
     replaced: AtomicU32,
     leads: Leads,
@@ -46,29 +53,45 @@ impl Default for Fake {
     fn default() -> Fake {
         Fake {
             fails: AtomicBool::default(),
-            signed: AtomicU32::default(),
+            signed: Arc::default(),
             replaced: AtomicU32::default(),
             leads: Arc::new(|_| true),
         }
     }
 }
 
+struct FakeSigner {
+    fingerprint: Fingerprint,
+    fails: bool,
+    signed: Arc<AtomicU32>,
+}
+
 impl Signing for Fake {
-    fn authority(&self) -> Result<Trusted, String> {
+    fn authority(&self) -> Result<Box<dyn Signer>, String> {
         let number = self.replaced.load(Ordering::Relaxed);
-        Ok(Trusted {
+        Ok(Box::new(FakeSigner {
             fingerprint: Fingerprint([9 + number as u8; 32]),
-            pem: "authority".to_owned(),
-        })
+            fails: self.fails.load(Ordering::Relaxed),
+            signed: self.signed.clone(),
+        }))
     }
 
     fn requested_key(&self, request: &str) -> Result<KeyDigest, String> {
         let key = request.bytes().next();
         Ok(KeyDigest([key.ok_or("there is nothing in it")?; 32]))
     }
+}
+
+impl Signer for FakeSigner {
+    fn trusted(&self) -> Trusted {
+        Trusted {
+            fingerprint: self.fingerprint,
+            pem: "authority".to_owned(),
+        }
+    }
 
     fn sign(&self, node: &str, request: &str) -> Result<Certified, String> {
-        if self.fails.load(Ordering::Relaxed) {
+        if self.fails {
             return Err("its key is gone".to_owned());
         }
         let serial = self.signed.fetch_add(1, Ordering::Relaxed).to_string();
@@ -202,6 +225,62 @@ fn a_token_of_an_authority_that_was_replaced_is_refused_also_for_the_key_that_us
         );
     }
     assert_eq!(fake.signed.load(Ordering::Relaxed), 1);
+}
+
+/// An authority whose files are another one's as soon as they were read.
+struct Replaced<F> {
+    files: AuthorityFiles,
+    replace: F,
+}
+
+impl<F: Fn() + Send + Sync + 'static> Signing for Replaced<F> {
+    fn authority(&self) -> Result<Box<dyn Signer>, String> {
+        let read = self.files.authority();
+        (self.replace)();
+        read
+    }
+
+    fn requested_key(&self, request: &str) -> Result<KeyDigest, String> {
+        self.files.requested_key(request)
+    }
+}
+
+#[test]
+fn what_becomes_of_a_token_is_of_its_own_authority_also_where_that_is_replaced_meanwhile() {
+    let (state, now) = (State::new(), Moment::now());
+    make_directory(&state.0).unwrap();
+    let files = AuthorityFiles {
+        certificate: state.0.join("ca.pem"),
+        key: state.0.join("ca-key.pem"),
+    };
+    let put = |made: &MadeAuthority, files: &AuthorityFiles| {
+        for (path, text) in [(&files.certificate, &made.pem), (&files.key, &made.key_pem)] {
+            let _ = fs::remove_file(path);
+            let (path, text) = (path.clone(), text.clone().into());
+            let mode = KEY_MODE;
+            place(&[NewFile { path, text, mode }]).unwrap();
+        }
+    };
+    let (first, second) = (make(now).unwrap(), make(now).unwrap());
+    put(&first, &files);
+    let server = Enrolment::open(&state.0, Arc::new(|_| true)).unwrap();
+    server.set_signing(Some(Arc::new(files.clone())));
+    let now = UtcTime::now();
+    let issued = server.issue("n1", LIFETIME_DEFAULT, now).unwrap();
+    let replaced = files.clone();
+    server.set_signing(Some(Arc::new(Replaced {
+        files,
+        replace: move || put(&second, &replaced),
+    })));
+    let key = KeyPair::generate().unwrap();
+    let request = CertificateParams::default().serialize_request(&key);
+    let request = asks(&issued, &request.unwrap().pem().unwrap());
+    let signed = server.enrol(&request, now).unwrap();
+    assert_eq!(signed.authority, first.pem);
+    let der = CertificateDer::from_pem_slice(signed.certified.certificate.as_bytes());
+    let certificate = Certificate::from_der(&der.unwrap()).unwrap();
+    assert_eq!(certificate.issuer_key_id, first.certificate.key_id);
+    assert_eq!(code(server.enrol(&request, now)), "unknown_token");
 }
 
 #[test]
