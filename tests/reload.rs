@@ -253,6 +253,33 @@ fn a_broken_configuration_keeps_the_last_good_one_and_is_on_show() {
 }
 
 #[test]
+fn a_configuration_that_names_an_engine_before_its_plugin_is_there_comes_into_force_with_the_plugin()
+ {
+    let engine = engine(Kind::Vllm, "{}");
+    let setup = |kind: &str| {
+        Setup::new()
+            .top("policies: policies")
+            .file("policies/engines/README.md", "")
+            .model("fake", "")
+            .endpoint(kind, &engine.url(), "")
+    };
+    let gateway = setup("vllm").start();
+    gateway.ready("fake", 1);
+    let error = || gateway.admin_get("/v1/status").json()["config"]["last_error"].clone();
+    gateway.write_config(&setup("corvid").yaml());
+    gateway.until("the engine is missed", || {
+        error().as_str().unwrap_or_default().contains("corvid")
+    });
+    let plugin = "return { api = 1, name = \"corvid\", needs_gpu = false, multi_node = false, tensor_parallel = false, \
+                  readiness = { models = \"/v1/models\", start_deadline_ms = 600000 } }\n";
+    save(&gateway.dir.join("policies/engines/corvid.lua"), plugin);
+    gateway.until("nothing is wrong any more", || error().is_null());
+    gateway.ready("fake", 1);
+    assert_eq!(gateway.replicas()[0]["engine"], "corvid");
+    assert_eq!(generation(&gateway), 2);
+}
+
+#[test]
 fn what_waits_for_the_next_start_is_said_by_every_reload_and_the_status_until_it_is_undone() {
     let gateway = Gateway::over("vllm", &[&engine(Kind::Vllm, "{}")]);
     let before = std::fs::read_to_string(gateway.dir.join("llmgw.yaml")).unwrap();

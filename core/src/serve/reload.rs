@@ -17,7 +17,8 @@ use crate::gateway::state::Gateway;
 
 /// Changes of the file that may wait to be looked at: only the last one matters.
 const PENDING_MAX: usize = 1;
-/// How often a configuration is tried again whose certificates or keys could not be used: they may come later than what names them.
+/// How often a configuration is tried again for which certificates, keys or an engine's plugin were missing: they may come later than what
+/// names them.
 const FILES_RETRY: Duration = Duration::from_secs(10);
 
 /// Reloads of one server: by a file that changed, by SIGHUP, by `ctl reload`.
@@ -50,7 +51,8 @@ pub enum Confirmed {
 pub struct State {
     pub loaded_at_ms: u64,
     pub last_error: Option<String>,
-    /// The error is one of files that the configuration names, not of what is in it: it is tried again as it was asked for.
+    /// The error is one of what the configuration names, certificates, keys or an engine's plugin, not of what is in it: it is tried again as it
+    /// was asked for.
     waits_for_files: Option<Confirmed>,
 }
 
@@ -59,7 +61,7 @@ pub struct State {
 enum Occasion {
     /// The file changed, or somebody asked.
     Asked,
-    /// The files that it names may be there by now.
+    /// What it names may be there by now.
     Retry,
 }
 
@@ -124,6 +126,7 @@ impl Reloads {
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         let watch = ConfigWatch::new(&self.gateway.runtime.load().config);
         let (changed, mut changes) = mpsc::channel(PENDING_MAX);
+        let mut policies = self.gateway.policies.changes();
         let watching = watch.run(stop.clone(), changed);
         let applying = async {
             loop {
@@ -132,6 +135,8 @@ impl Reloads {
                         Some(_) => true,
                         None => return,
                     },
+                    // Perhaps the plugin of an engine that the configuration named before it was there.
+                    Ok(()) = policies.changed() => false,
                     () = tokio::time::sleep(FILES_RETRY) => false,
                 };
                 let (confirmed, occasion) = match (is_new, self.state().waits_for_files) {
@@ -237,7 +242,8 @@ impl Reloads {
         };
         let config = config::load(&self.options.config).map_err(|errors| errors.to_string())?;
         let config = self.options.over(config)?;
-        check_engines(&config, &self.gateway.policies).map_err(|error| error.to_string())?;
+        check_engines(&config, &self.gateway.policies)
+            .map_err(|error| of_files(error.to_string()))?;
         check_authority(&config).map_err(of_files)?;
         let config = self.meant(config, confirmed)?;
         let staged = self.certificates.stage(&config).map_err(of_files)?;
