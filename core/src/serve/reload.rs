@@ -17,9 +17,8 @@ use crate::gateway::state::Gateway;
 
 /// Changes of the file that may wait to be looked at: only the last one matters.
 const PENDING_MAX: usize = 1;
-/// How often a configuration is tried again for which certificates, keys or an engine's plugin were missing: they may come later than what
-/// names them.
-const FILES_RETRY: Duration = Duration::from_secs(10);
+/// How often a configuration is tried again that was not taken.
+const RETRY: Duration = Duration::from_secs(10);
 
 /// Reloads of one server: by a file that changed, by SIGHUP, by `ctl reload`.
 pub struct Reloads {
@@ -51,9 +50,8 @@ pub enum Confirmed {
 pub struct State {
     pub loaded_at_ms: u64,
     pub last_error: Option<String>,
-    /// The error is one of what the configuration names, certificates, keys or an engine's plugin, not of what is in it: it is tried again as it
-    /// was asked for.
-    waits_for_files: Option<Confirmed>,
+    /// It is tried again, as it was asked for.
+    retry: Option<Confirmed>,
 }
 
 /// Why the configuration is read.
@@ -61,21 +59,23 @@ pub struct State {
 enum Occasion {
     /// The file changed, or somebody asked.
     Asked,
-    /// What it names may be there by now.
+    /// What kept it from being taken may be over.
     Retry,
 }
 
 /// Why a configuration is not in force.
 struct NotTaken {
     why: String,
-    is_of_files: bool,
+    /// An operator has to mean it. All else may be over by itself: certificates, keys and plugins may come later than what names them, and the
+    /// file may have been half written or away as it was read, though the watch had seen it whole.
+    is_held: bool,
 }
 
 impl From<String> for NotTaken {
     fn from(why: String) -> NotTaken {
         NotTaken {
             why,
-            is_of_files: false,
+            is_held: false,
         }
     }
 }
@@ -100,7 +100,7 @@ impl Reloads {
             state: Mutex::new(State {
                 loaded_at_ms: clock::unix_ms(),
                 last_error: None,
-                waits_for_files: None,
+                retry: None,
             }),
         })
     }
@@ -137,9 +137,9 @@ impl Reloads {
                     },
                     // Perhaps the plugin of an engine that the configuration named before it was there.
                     Ok(()) = policies.changed() => false,
-                    () = tokio::time::sleep(FILES_RETRY) => false,
+                    () = tokio::time::sleep(RETRY) => false,
                 };
-                let (confirmed, occasion) = match (is_new, self.state().waits_for_files) {
+                let (confirmed, occasion) = match (is_new, self.state().retry) {
                     (true, _) => (Confirmed::No, Occasion::Asked),
                     (false, Some(confirmed)) => (confirmed, Occasion::Retry),
                     (false, None) => continue,
@@ -215,8 +215,8 @@ impl Reloads {
             let metrics = &self.gateway.telemetry.metrics;
             metrics.config_reloaded(outcome.is_ok());
         }
-        let waits = outcome.as_ref().is_err_and(|not| not.is_of_files);
-        state.waits_for_files = waits.then_some(confirmed);
+        let is_retried = outcome.as_ref().is_err_and(|not| !not.is_held);
+        state.retry = is_retried.then_some(confirmed);
         match &outcome {
             Ok(()) => {
                 state.loaded_at_ms = clock::unix_ms();
@@ -236,31 +236,32 @@ impl Reloads {
 
     /// The configuration of now, and what is in the files that it names.
     fn checked(&self, confirmed: Confirmed) -> Result<(Staged, Config), NotTaken> {
-        let of_files = |why| NotTaken {
-            why,
-            is_of_files: true,
-        };
         let config = config::load(&self.options.config).map_err(|errors| errors.to_string())?;
         let config = self.options.over(config)?;
-        check_engines(&config, &self.gateway.policies)
-            .map_err(|error| of_files(error.to_string()))?;
-        check_authority(&config).map_err(of_files)?;
+        check_engines(&config, &self.gateway.policies).map_err(|error| error.to_string())?;
+        check_authority(&config)?;
         let config = self.meant(config, confirmed)?;
-        let staged = self.certificates.stage(&config).map_err(of_files)?;
+        let staged = self.certificates.stage(&config)?;
         if let Some(fleet) = &self.fleet {
             let signs = fleet.may_sign(config.agents.as_ref());
-            signs.map_err(|problem| of_files(problem.to_string()))?;
+            signs.map_err(|problem| problem.to_string())?;
         }
         Ok((staged, config))
     }
 
     /// A change that would stop most of what runs is a mistake until somebody says that it is not.
-    fn meant(&self, config: Config, confirmed: Confirmed) -> Result<Config, String> {
+    fn meant(&self, config: Config, confirmed: Confirmed) -> Result<Config, NotTaken> {
         let held = match (confirmed, &self.fleet) {
             (Confirmed::No, Some(fleet)) => fleet.controller.held(&config.catalog),
             _ => None,
         };
-        held.map_or(Ok(config), |held| Err(format!("the change {held}")))
+        match held {
+            None => Ok(config),
+            Some(held) => Err(NotTaken {
+                why: format!("the change {held}"),
+                is_held: true,
+            }),
+        }
     }
 
     fn apply(&self, config: Config, staged: Staged, confirmed: Confirmed) {
@@ -279,3 +280,6 @@ impl Reloads {
         tracing::info!("configuration reloaded: {models} models");
     }
 }
+
+#[cfg(test)]
+mod tests;
