@@ -159,7 +159,7 @@ impl Reloads {
         let policies = self
             .gateway
             .policies
-            .reload()
+            .reload_asked()
             .map(|set| set.generation())
             .map_err(|error| error.to_string());
         let config = self.take(confirmed, Occasion::Asked);

@@ -65,8 +65,8 @@ struct Progress {
     pinned: bool,
 }
 
-/// The bundle that was refused: it isn't tried again and again. Yet some day it is, since a machine that was busy, or held up, may have taken
-/// away the time that its files and its tests are given.
+/// The bundle that was refused: it isn't tried again and again, unless a person asks. Yet some day it is, since a machine that was busy, or
+/// held up, may have taken away the time that its files and its tests are given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Refused {
     hash: [u8; 32],
@@ -165,8 +165,18 @@ impl Policies {
     }
 
     /// Reads everything again. A set that differs, loads and passes its check is swapped in; else the one in force stays
-    /// and the reason is recorded. Blocks for some ten ms: not for a serving thread.
+    /// and the reason is recorded. One that was refused lately is refused again without being tried. Blocks for some ten ms: not for a serving
+    /// thread.
     pub fn reload(&self) -> Result<Arc<PolicySet>, PolicyError> {
+        self.reload_as(false)
+    }
+
+    /// The same because a person asked, so whatever is there is tried.
+    pub fn reload_asked(&self) -> Result<Arc<PolicySet>, PolicyError> {
+        self.reload_as(true)
+    }
+
+    fn reload_as(&self, is_asked: bool) -> Result<Arc<PolicySet>, PolicyError> {
         // A panic while loading left the set in force untouched.
         let _loading = self
             .loading
@@ -181,12 +191,17 @@ impl Policies {
             return Ok(self.current());
         };
         match Bundle::gather(dir) {
-            Ok(bundle) => self.stage(dir, bundle),
+            Ok(bundle) => self.stage(dir, bundle, is_asked),
             Err(error) => Err(self.record(None, error)),
         }
     }
 
-    fn stage(&self, dir: &Path, bundle: Bundle) -> Result<Arc<PolicySet>, PolicyError> {
+    fn stage(
+        &self,
+        dir: &Path,
+        bundle: Bundle,
+        is_asked: bool,
+    ) -> Result<Arc<PolicySet>, PolicyError> {
         let (hash, current) = (bundle.hash, self.current());
         let from_directory = Source::Directory(dir.to_path_buf());
         if current.bundle.hash == hash && current.source == from_directory {
@@ -197,6 +212,7 @@ impl Policies {
             let progress = self.progress();
             let is_at_rest = |refused: &Refused| refused.is_at_rest(hash, Instant::now());
             if let Some(error) = &progress.last_error
+                && !is_asked
                 && progress.refused.as_ref().is_some_and(is_at_rest)
             {
                 return Err(error.clone());
@@ -325,7 +341,7 @@ impl Policies {
     /// Follows the directory again, from its present contents on.
     pub fn unpin(&self) -> Result<Arc<PolicySet>, PolicyError> {
         self.progress().pinned = false;
-        self.reload()
+        self.reload_asked()
     }
 
     fn record(&self, hash: Option<[u8; 32]>, error: PolicyError) -> PolicyError {
