@@ -14,6 +14,8 @@ struct Wrong {
     problem: String,
     since_ms: u64,
     is_said: bool,
+    /// This problem or one before it: whoever read of it is to read that all is well again.
+    was_any_said: bool,
 }
 
 /// What is to be done about a look.
@@ -36,6 +38,7 @@ impl Trial {
             problem: problem.clone(),
             since_ms: now_ms,
             is_said: false,
+            was_any_said: false,
         });
         if wrong.problem != problem {
             // One that was said is over; one that was not may still be the same change going on.
@@ -51,6 +54,7 @@ impl Trial {
             (false, false) => Verdict::Wait,
             (false, true) => {
                 wrong.is_said = true;
+                wrong.was_any_said = true;
                 Verdict::Say
             }
         }
@@ -59,7 +63,7 @@ impl Trial {
     /// The files can be used.
     pub fn right(&mut self) -> Verdict {
         match self.wrong.take() {
-            Some(wrong) if wrong.is_said => Verdict::Healed,
+            Some(wrong) if wrong.was_any_said => Verdict::Healed,
             _ => Verdict::Nothing,
         }
     }
@@ -81,7 +85,7 @@ mod tests {
     #[test]
     fn half_a_change_is_not_said_unless_it_stays() {
         use Verdict::{Healed, Nothing, Say, Wait};
-        let cases: [(&str, &[(Look, Verdict)]); 6] = [
+        let cases: [(&str, &[(Look, Verdict)]); 7] = [
             (
                 "a key that follows its certificate soon is no error",
                 &[
@@ -114,6 +118,14 @@ mod tests {
                     ((0, Some("half"), true), Say),
                     ((1, Some("empty"), false), Wait),
                     ((SETTLE_MS + 1, Some("empty"), false), Say),
+                ],
+            ),
+            (
+                "a repair that passes through another problem is one of what was said",
+                &[
+                    ((0, Some("half"), true), Say),
+                    ((1, Some("empty"), false), Wait),
+                    ((2, None, false), Healed),
                 ],
             ),
             (
