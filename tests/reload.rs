@@ -4,14 +4,20 @@ mod harness;
 #[path = "harness/more.rs"]
 mod more;
 
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use fake_engine::{Kind, Options, Running};
+use nix::fcntl::OFlag;
 use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 use serde_json::Value;
 
-use harness::{Answer, Gateway, Setup, chat};
+use harness::{Answer, Gateway, PATIENCE, Setup, chat};
 use more::{Load, assert_ok, at_once, begin_stream, ctl, engine, finish_stream, signal};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -316,6 +322,39 @@ fn sighup_reloads_and_kills_nothing() {
     finish_stream(stream);
     assert!(gateway.exited(Duration::ZERO).is_none());
     assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
+}
+
+/// Opens a pipe for writing once somebody reads it.
+fn open_when_read(pipe: &Path) -> File {
+    let deadline = Instant::now() + PATIENCE;
+    let mut options = File::options();
+    options.write(true).custom_flags(OFlag::O_NONBLOCK.bits());
+    loop {
+        match options.open(pipe) {
+            Ok(file) => return file,
+            Err(error) => assert!(Instant::now() < deadline, "nobody reads it: {error}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_sighup_that_comes_while_the_server_starts_is_a_reload_once_it_serves() {
+    let setup = Setup::new()
+        .model("fake", "")
+        .endpoint("vllm", "http://127.0.0.1:9", "");
+    // What it reads as it starts lasts until it is written.
+    let starts = setup.launch(|config| mkfifo(config, Mode::S_IRUSR | Mode::S_IWUSR).unwrap());
+    let config = starts.dir.join("llmgw.yaml");
+    let mut pipe = open_when_read(&config);
+    signal(&starts, Signal::SIGHUP);
+    save(&config, &setup.yaml());
+    pipe.write_all(setup.yaml().as_bytes()).unwrap();
+    drop(pipe);
+    let gateway = starts.serving();
+    gateway.until("it was reloaded", || {
+        gateway.metric("llmgw_config_reloads_total", "result=\"ok\"") == 1.0
+    });
 }
 
 #[test]

@@ -139,13 +139,19 @@ impl Setup {
 
     /// Starts the server and waits until it listens.
     pub fn start(self) -> Gateway {
+        self.launch(|config| write(config, &self.yaml())).serving()
+    }
+
+    /// Starts the server over what is laid where its configuration is to be, and does not wait for it.
+    pub fn launch(&self, lay: impl FnOnce(&Path)) -> Gateway {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("llmgw-test-{}-{number}", std::process::id()));
         for (path, contents) in &self.files {
             write(&dir.join(path), contents);
         }
-        write(&dir.join("llmgw.yaml"), &self.yaml());
+        std::fs::create_dir_all(&dir).unwrap();
+        lay(&dir.join("llmgw.yaml"));
         let llmgw = env!("CARGO_BIN_EXE_llmgw");
         let mut command = match self.open_files {
             None => Command::new(llmgw),
@@ -173,17 +179,13 @@ impl Setup {
         // From here on Drop cleans up, whatever panics.
         let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
         let (addr, admin) = (nowhere, nowhere);
-        let mut gateway = Gateway {
+        Gateway {
             child,
             addr,
             admin,
             dir,
             log,
-        };
-        let line = gateway.await_log("serving clients on ");
-        gateway.addr = address_after(&line, "clients on ");
-        gateway.admin = address_after(&line, "admin on ");
-        gateway
+        }
     }
 }
 
@@ -218,6 +220,14 @@ impl Gateway {
         let gateway = setup.start();
         gateway.ready("fake", engines.len());
         gateway
+    }
+
+    /// Waits until the server listens.
+    pub fn serving(mut self) -> Gateway {
+        let line = self.await_log("serving clients on ");
+        self.addr = address_after(&line, "clients on ");
+        self.admin = address_after(&line, "admin on ");
+        self
     }
 
     /// A new connection.

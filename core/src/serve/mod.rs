@@ -25,7 +25,7 @@ use tokio_util::task::TaskTracker;
 
 use self::fleet::Fleet;
 use self::reload::Reloads;
-use self::signals::Signals;
+use self::signals::{Hangup, Signals};
 use self::tls::Tls;
 use crate::admin::guard::Guard;
 use crate::admin::{self, Admin};
@@ -133,6 +133,11 @@ struct Bound {
 
 /// Runs a server to its end; `opened` is told when its addresses are open, before it serves.
 pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<(), ServerError> {
+    // Service managers may ask for a reload as soon as there is a process. What only ends it ends it at once while it starts.
+    let reload_signal = match options.check || options.dev {
+        true => None,
+        false => Some(Hangup::hear().map_err(start_error("signals"))?),
+    };
     let checked = check(&options)?;
     if options.check {
         println!("{}: ok", options.config.display());
@@ -143,7 +148,10 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
     }
     let telemetry = start_telemetry(&checked.config);
     let files = files::raise_limit();
-    let mut signals = Signals::install(options.dev).map_err(start_error("signals"))?;
+    let hangup = reload_signal.map_or_else(Hangup::hear, Ok);
+    let mut signals = hangup
+        .and_then(|hangup| Signals::install(hangup, options.dev))
+        .map_err(start_error("signals"))?;
     let Bound {
         clients,
         admin: admin_listener,

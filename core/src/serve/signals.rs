@@ -16,12 +16,22 @@ pub struct Signals {
     hangup_stops: bool,
 }
 
+/// SIGHUP, heard before the other signals.
+pub struct Hangup(Signal);
+
+impl Hangup {
+    /// From now on SIGHUP does not end the process: one that comes while the server starts is a reload once it serves.
+    pub fn hear() -> io::Result<Hangup> {
+        Ok(Hangup(signal(SignalKind::hangup())?))
+    }
+}
+
 impl Signals {
-    pub fn install(hangup_stops: bool) -> io::Result<Signals> {
+    pub fn install(Hangup(hangup): Hangup, hangup_stops: bool) -> io::Result<Signals> {
         Ok(Signals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
-            hangup: signal(SignalKind::hangup())?,
+            hangup,
             hangup_stops,
         })
     }
