@@ -7,6 +7,7 @@ mod more;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use fake_engine::authority::Authority;
 use fake_engine::{Kind, Running};
 use nix::sys::signal::Signal;
 
@@ -77,6 +78,29 @@ fn nothing_at_work_means_an_end_at_once_though_clients_keep_connections_open() {
     let log = gateway.log();
     assert!(!log.contains("connections were cut off"), "{log}");
     drop(unused);
+}
+
+#[test]
+fn a_client_that_is_silent_before_its_tls_handshake_does_not_put_off_the_end() {
+    let engine = engine(Kind::Vllm, "{}");
+    let issued = Authority::new("test authority").server(&["127.0.0.1"]);
+    let mut gateway = Setup::new()
+        .top("listen: {listen: \"127.0.0.1:0\", tls: {cert: server.pem, key: server-key.pem}}")
+        .file("server.pem", &issued.pem)
+        .file("server-key.pem", &issued.key_pem)
+        .model("fake", "")
+        .endpoint("vllm", &engine.url(), "")
+        .start();
+    let silent = TcpStream::connect(gateway.addr).unwrap();
+    gateway.until("it is let in", || {
+        gateway.metric("llmgw_client_connections", "") == 1.0
+    });
+    gateway.terminate();
+    let status = gateway.exited(PATIENCE).expect("it ended");
+    assert_eq!(status.code(), Some(0));
+    let log = gateway.log();
+    assert!(!log.contains("connections were cut off"), "{log}");
+    drop(silent);
 }
 
 #[test]

@@ -195,7 +195,11 @@ async fn connection(
             drive(io, wire, builder, serving, first_request).await
         }
         Some(port) => {
-            let stream = port.accept(stream, TLS_HANDSHAKE_TIMEOUT).await?;
+            let stream = tokio::select! {
+                shaken = port.accept(stream, TLS_HANDSHAKE_TIMEOUT) => shaken?,
+                () = &mut first_request => return Ok(()),
+                () = serving.stop.begins.cancelled() => return Ok(()),
+            };
             let io = ClientIo::new(stream, wire.clone());
             drive(io, wire, &builders.either, serving, first_request).await
         }
