@@ -19,6 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use self::addresses::{Addresses, CONNECTIONS_OF_ADDRESS_MAX};
 use self::guard::Guard;
@@ -69,15 +70,17 @@ pub struct Admin {
     pub fleet: Option<fleet::FleetAdmin>,
 }
 
-/// Serves the listener until `stop`. To be stopped last, so that `/readyz` says no while requests drain.
+/// Serves the listener until `stop`. To be stopped last, so that `/readyz` says no while requests drain. Returns the connections that are left,
+/// which end with the answer at hand, for the caller to wait for.
 pub async fn serve(
     listener: TcpListener,
     admin: Arc<Admin>,
     tls: Option<Arc<Port>>,
     stop: CancellationToken,
-) {
+) -> TaskTracker {
     let permits = Arc::new(Semaphore::new(ADMIN_CONNECTIONS_MAX));
     let addresses = Arc::new(Addresses::default());
+    let connections = TaskTracker::new();
     let (mut turned_away, mut not_accepted) = (Sparing::default(), Sparing::default());
     loop {
         let accepted = async {
@@ -86,7 +89,7 @@ pub async fn serve(
         };
         let (permit, accepted) = tokio::select! {
             accepted = accepted => accepted,
-            () = stop.cancelled() => return,
+            () = stop.cancelled() => break,
         };
         match accepted {
             Ok((stream, address)) => {
@@ -99,7 +102,7 @@ pub async fn serve(
                     continue;
                 };
                 let (admin, tls, stop) = (admin.clone(), tls.clone(), stop.clone());
-                tokio::spawn(async move {
+                connections.spawn(async move {
                     serve_stream(stream, admin, tls, stop).await;
                     drop((permit, held));
                 });
@@ -114,6 +117,8 @@ pub async fn serve(
             }
         }
     }
+    connections.close();
+    connections
 }
 
 async fn serve_stream(
@@ -131,7 +136,11 @@ async fn serve_stream(
     let Some(tls) = tls else {
         return serve_connection(stream, admin, stop).await;
     };
-    match tls.accept(stream, TLS_HANDSHAKE_TIMEOUT).await {
+    let shaken = tokio::select! {
+        shaken = tls.accept(stream, TLS_HANDSHAKE_TIMEOUT) => shaken,
+        () = stop.cancelled() => return,
+    };
+    match shaken {
         Ok(stream) => serve_connection(stream, admin, stop).await,
         Err(error) => tracing::debug!(%error, "TLS handshake failed on the admin listener"),
     }

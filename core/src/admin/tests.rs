@@ -1,12 +1,13 @@
 //! The admin listener over real sockets.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::fleet::FleetAdmin;
@@ -353,4 +354,29 @@ async fn a_client_that_asks_and_never_reads_loses_its_connection() {
     let ended = tokio::time::timeout(Duration::from_secs(3_600), serving).await;
     assert!(ended.is_ok(), "it keeps its place");
     asking.await.unwrap();
+}
+
+#[tokio::test]
+async fn an_answer_that_is_under_way_is_given_though_the_listener_stops() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (begins, mut begun) = mpsc::unbounded_channel();
+    let (release, released) = std::sync::mpsc::channel();
+    let released = Mutex::new(released);
+    let mut admin = admin(None, Ok(()), None, &Arc::default(), &Arc::default());
+    admin.reload = Arc::new(move |_| {
+        begins.send(()).unwrap();
+        released.lock().unwrap().recv().unwrap();
+        Ok("generation 2".to_owned())
+    });
+    let stop = CancellationToken::new();
+    let serving = tokio::spawn(serve(listener, Arc::new(admin), None, stop.clone()));
+    let asked = tokio::spawn(ask(address, "POST", "/v1/reload", ""));
+    begun.recv().await.unwrap();
+    stop.cancel();
+    let connections = serving.await.unwrap();
+    assert_eq!(connections.len(), 1, "it is to be waited for");
+    release.send(()).unwrap();
+    assert_eq!(asked.await.unwrap().0, 200);
+    connections.wait().await;
 }

@@ -43,7 +43,7 @@ use crate::telemetry::{Telemetry, log};
 const LISTEN_BACKLOG: u32 = 4_096;
 /// For connections to close once nothing is at work: half a request head or half an HTTP/2 frame holds one open.
 const CLOSE_WAIT_MAX: Duration = Duration::from_secs(5);
-/// For the last answers to leave once every request is done.
+/// For the last answers to leave once every request is done, and for operators' once the admin address is closed.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// The command line of `llmgw server`.
@@ -258,7 +258,9 @@ pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<
         fleet.sessions.stop().await;
     }
     stop.admin.cancel();
-    let _ = admin_task.await;
+    if let Ok(connections) = admin_task.await {
+        let _ = tokio::time::timeout(LAST_WORDS, connections.wait()).await;
+    }
     tokio::task::spawn_blocking(move || telemetry.flush())
         .await
         .ok();
