@@ -1,7 +1,7 @@
 //! A configuration that changed: read whole, checked, put in force, or refused with the last good one kept.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -50,15 +50,22 @@ pub enum Confirmed {
 pub struct State {
     pub loaded_at_ms: u64,
     pub last_error: Option<String>,
-    /// It is tried again, as it was asked for.
-    retry: Option<Confirmed>,
+    /// What is wrong may be over without a word.
+    is_retried: bool,
+    /// The text that an operator confirmed, while it can't be used yet. Whoever reads it next, it is meant.
+    confirmed: Option<Digest>,
 }
+
+/// Of a configuration's text.
+type Digest = [u8; 32];
 
 /// Why the configuration is read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Occasion {
-    /// The file changed, or somebody asked.
-    Asked,
+    /// Somebody asked.
+    Asked(Confirmed),
+    /// The file changed.
+    Changed,
     /// What kept it from being taken may be over.
     Retry,
 }
@@ -100,16 +107,14 @@ impl Reloads {
             state: Mutex::new(State {
                 loaded_at_ms: clock::unix_ms(),
                 last_error: None,
-                retry: None,
+                is_retried: false,
+                confirmed: None,
             }),
         })
     }
 
     pub fn state(&self) -> State {
-        self.state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.lock().clone()
     }
 
     /// Settings that changed since the start and take effect with the next one.
@@ -130,24 +135,22 @@ impl Reloads {
         let watching = watch.run(stop.clone(), changed);
         let applying = async {
             loop {
-                let is_new = tokio::select! {
+                let occasion = tokio::select! {
                     changed = changes.recv() => match changed {
-                        Some(_) => true,
+                        Some(_) => Occasion::Changed,
                         None => return,
                     },
                     // Perhaps the plugin of an engine that the configuration named before it was there.
-                    Ok(()) = policies.changed() => false,
-                    () = tokio::time::sleep(RETRY) => false,
+                    Ok(()) = policies.changed() => Occasion::Retry,
+                    () = tokio::time::sleep(RETRY) => Occasion::Retry,
                 };
-                let (confirmed, occasion) = match (is_new, self.state().retry) {
-                    (true, _) => (Confirmed::No, Occasion::Asked),
-                    (false, Some(confirmed)) => (confirmed, Occasion::Retry),
-                    (false, None) => continue,
-                };
+                if occasion == Occasion::Retry && !self.state().is_retried {
+                    continue;
+                }
                 let reloads = self.clone();
                 // The outcome is in the log and on the admin address. The file is read again, since a reload that
                 // was asked for may have taken a newer one meanwhile.
-                let taken = tokio::task::spawn_blocking(move || reloads.take(confirmed, occasion));
+                let taken = tokio::task::spawn_blocking(move || reloads.take(occasion));
                 let _ = taken.await;
             }
         };
@@ -162,7 +165,7 @@ impl Reloads {
             .reload_asked()
             .map(|set| set.generation())
             .map_err(|error| error.to_string());
-        let config = self.take(confirmed, Occasion::Asked);
+        let config = self.take(Occasion::Asked(confirmed));
         let certificates = self.certificates.look_now();
         match (config, policies, certificates) {
             (Ok(()), Ok(generation), Ok(())) => {
@@ -199,25 +202,47 @@ impl Reloads {
         });
     }
 
-    fn take(&self, confirmed: Confirmed, occasion: Occasion) -> Result<(), String> {
+    fn take(&self, occasion: Occasion) -> Result<(), String> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        // The command line wins over the file at a reload as it does at the start.
-        let outcome = self
-            .checked(confirmed)
+        let read = config::load(&self.options.config);
+        let text = read.as_ref().ok().map(Config::digest);
+        // Nothing is to be confirmed again: while agents still report, what was confirmed has not stopped yet.
+        let is_asked = matches!(occasion, Occasion::Asked(_));
+        if !is_asked && text == Some(self.gateway.runtime.load().config.digest()) {
+            self.nothing_wrong();
+            return Ok(());
+        }
+        let confirmed = match occasion {
+            Occasion::Asked(Confirmed::Yes) => Confirmed::Yes,
+            _ if text.is_some() && text == self.state().confirmed => Confirmed::Yes,
+            _ => Confirmed::No,
+        };
+        let outcome = read
+            .map_err(|errors| NotTaken::from(errors.to_string()))
+            .and_then(|config| self.checked(config, confirmed))
             .map(|(staged, config)| self.apply(config, staged, confirmed));
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.note(occasion, &outcome);
+        if let Some(text) = text {
+            let waits = outcome.is_err() && confirmed == Confirmed::Yes;
+            self.lock().confirmed = waits.then_some(text);
+        }
+        outcome.map_err(|not| not.why)
+    }
+
+    /// Keeps what came of it, for people and for the next try.
+    fn note(&self, occasion: Occasion, outcome: &Result<(), NotTaken>) {
+        let mut state = self.lock();
         // What a retry finds as it was is known; who asks is told each time.
-        let is_news = match &outcome {
+        let is_news = match outcome {
             Ok(()) => true,
-            Err(not) => occasion == Occasion::Asked || state.last_error.as_ref() != Some(&not.why),
+            Err(not) => occasion != Occasion::Retry || state.last_error.as_ref() != Some(&not.why),
         };
         if is_news {
             let metrics = &self.gateway.telemetry.metrics;
             metrics.config_reloaded(outcome.is_ok());
         }
-        let is_retried = outcome.as_ref().is_err_and(|not| !not.is_held);
-        state.retry = is_retried.then_some(confirmed);
-        match &outcome {
+        state.is_retried = outcome.as_ref().is_err_and(|not| !not.is_held);
+        match outcome {
             Ok(()) => {
                 state.loaded_at_ms = clock::unix_ms();
                 state.last_error = None;
@@ -231,12 +256,25 @@ impl Reloads {
                 state.last_error = Some(why.clone());
             }
         }
-        outcome.map_err(|not| not.why)
+    }
+
+    /// The file holds what is in force, also after a mistake was taken back.
+    fn nothing_wrong(&self) {
+        let mut state = self.lock();
+        (state.is_retried, state.confirmed) = (false, None);
+        if state.last_error.take().is_some() {
+            self.gateway.telemetry.metrics.config_reloaded(true);
+            tracing::info!("the configuration's file holds what is in force again");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The configuration of now, and what is in the files that it names.
-    fn checked(&self, confirmed: Confirmed) -> Result<(Staged, Config), NotTaken> {
-        let config = config::load(&self.options.config).map_err(|errors| errors.to_string())?;
+    fn checked(&self, config: Config, confirmed: Confirmed) -> Result<(Staged, Config), NotTaken> {
+        // The command line wins over the file at a reload as it does at the start.
         let config = self.options.over(config)?;
         check_engines(&config, &self.gateway.policies).map_err(|error| error.to_string())?;
         check_authority(&config)?;
