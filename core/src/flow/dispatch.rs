@@ -265,16 +265,17 @@ impl Dispatcher {
     }
 
     /// Takes news of a replica. Where it takes nothing any more, those who waited for it go to the others; who can't is
-    /// returned, and has to be bound again.
+    /// returned, and has to be bound again. So is, where it takes requests again, who waits for a closed one.
     pub fn tell(&mut self, lane_id: LaneId, facts: LaneFacts, now_ms: u64) -> Vec<Ticket> {
         let Some(lane) = self.lanes.get_mut(&lane_id) else {
             return Vec::new();
         };
         let was_open = lane.facts.open;
         lane.tell(facts, &self.gate);
-        match was_open && !facts.open {
-            true => self.evacuate(lane_id, now_ms),
-            false => Vec::new(),
+        match (was_open, facts.open) {
+            (true, false) => self.evacuate(lane_id, now_ms),
+            (false, true) => self.release_trials(),
+            _ => Vec::new(),
         }
     }
 

@@ -78,6 +78,15 @@ impl Dispatcher {
         orphans
     }
 
+    /// Those who wait for a closed replica's room leave it, since there is an open one now: a trial may wait for minutes, for as long as what
+    /// hangs there has the room.
+    pub(super) fn release_trials(&mut self) -> Vec<Ticket> {
+        let closed = self.lanes.values().filter(|lane| !lane.facts.open);
+        let released: Vec<Ticket> = closed.flat_map(|lane| &lane.first).copied().collect();
+        released.iter().for_each(|ticket| self.unbind(*ticket));
+        released
+    }
+
     /// Takes from the longest queue a request that need not stay there: the one whose turn it is, else one behind those who stay.
     pub(super) fn steal(&mut self, thief: LaneId, now_ms: u64) -> Option<Ticket> {
         let mut victims: Vec<(u64, LaneId)> = self

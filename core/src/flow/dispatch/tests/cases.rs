@@ -252,3 +252,34 @@ fn what_is_free_takes_turns_too() {
     let firsts = order[..4].iter().filter(|name| **name == "first").count();
     assert_eq!(firsts, 2, "{order:?}");
 }
+
+#[test]
+fn who_waits_for_a_closed_replica_chooses_again_as_soon_as_another_one_opens() {
+    let mut dispatcher = pool(2);
+    let _hangs = granted(arrive(&mut dispatcher, "a", 0, 10, 0));
+    let facts = |open| LaneFacts {
+        open,
+        ms_per_prefill_token: 0.5,
+        kv: None,
+    };
+    for lane in 0..2 {
+        assert!(dispatcher.tell(lane, facts(false), 0).is_empty());
+    }
+    let trial = Arrival {
+        band: &band("only", 0.0, 0.0),
+        tenant: &Arc::from("a"),
+        weight: 1.0,
+        flow: None,
+        size: Size::default(),
+        lane: 0,
+        goes_first: true,
+        stay_until_ms: 0,
+    };
+    let trial = queued(dispatcher.arrive(&trial, 0));
+    assert_eq!(dispatcher.tell(1, facts(true), 0), [trial]);
+    // Told again, it is no news: who waits for a closed replica then was there when it was chosen.
+    assert!(dispatcher.bind(trial, 0, true));
+    assert!(dispatcher.tell(1, facts(true), 0).is_empty());
+    assert!(dispatcher.bind(trial, 1, true));
+    assert_eq!(sent_to(&mut dispatcher, 1), [trial]);
+}

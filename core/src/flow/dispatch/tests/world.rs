@@ -108,10 +108,26 @@ impl World {
     }
 
     pub fn tell(&mut self, lane: LaneId, facts: LaneFacts) {
+        let was_open = self.lanes[&lane].facts.open;
         self.lanes.get_mut(&lane).unwrap().facts = facts;
         let orphans = self.dispatcher.tell(lane, facts, self.now_ms);
-        self.moved_from(lane, &orphans, !facts.open);
+        match !was_open && facts.open {
+            true => self.opened(&orphans),
+            false => self.moved_from(lane, &orphans, !facts.open),
+        }
         self.fill_all();
+    }
+
+    /// A replica opened: nobody goes on waiting for a closed one, and nobody else is disturbed.
+    fn opened(&mut self, orphans: &[Ticket]) {
+        for (ticket, held) in &mut self.waiting {
+            let own = held.lane.map(|lane| self.lanes[&lane].facts.open);
+            assert_eq!(orphans.contains(ticket), own == Some(false), "{ticket}");
+            if own == Some(false) {
+                assert!(held.goes_first, "{ticket} waits at a closed replica");
+                (held.lane, held.goes_first) = (None, false);
+            }
+        }
     }
 
     pub fn remove_lane(&mut self, lane: LaneId) {
