@@ -362,17 +362,18 @@ impl Dispatcher {
         }
     }
 
-    /// Binds a waiting request to a replica that was chosen for it anew. False: it is closed too.
+    /// Binds a waiting request to a replica that was chosen for it anew. False: it is closed too, or the request waits no more.
     pub fn bind(&mut self, ticket: Ticket, lane: LaneId, goes_first: bool) -> bool {
         let is_open = self
             .lanes
             .get(&lane)
             .is_some_and(|lane| lane.facts.open || goes_first);
-        if is_open && self.waiting.contains_key(&ticket) {
+        let is_bound = is_open && self.waiting.contains_key(&ticket);
+        if is_bound {
             self.unbind(ticket);
             self.bind_to(ticket, lane, goes_first);
         }
-        is_open
+        is_bound
     }
 
     /// A request that waits leaves. False: it was sent already, or left.

@@ -354,7 +354,7 @@ impl Place {
         (&mut self.turn).await.unwrap_or(Turn::ChooseAgain)
     }
 
-    /// Waits for another replica from now on, in the place that it has. False: that one is closed too.
+    /// Waits for another replica from now on, in the place that it has. False: that one is closed too, or this place is gone.
     pub fn bind(&mut self, lane: LaneId, goes_first: bool) -> bool {
         let (tell, turn) = oneshot::channel();
         let mut state = self.queues.lock();

@@ -69,16 +69,13 @@ async fn probed(job: &mut Job, tried: &[Arc<str>], wait: &mut Wait) -> Result<Ch
             Ok(chosen) => return Ok(chosen),
             Err(unavailable) => unavailable,
         };
-        let most = match wait.place {
+        let most = match wait.waited {
             _ if unavailable.recovering => RECOVERY_WAIT_MAX,
-            Some(_) => REPLICAS_GONE_WAIT,
-            None if unavailable.undecided => FIRST_PROBE_WAIT,
-            None => Duration::ZERO,
+            true => REPLICAS_GONE_WAIT,
+            false if unavailable.undecided => FIRST_PROBE_WAIT,
+            false => Duration::ZERO,
         };
-        let own = match wait.place {
-            Some(_) if !unavailable.recovering => Some(wait.left(job)),
-            _ => None,
-        };
+        let own = (wait.waited && !unavailable.recovering).then(|| wait.left(job));
         // Nobody knows yet whether there is a replica: its time is over, and that is all there is to tell.
         if own == Some(Duration::ZERO) && unavailable.undecided {
             return Err(queue_timeout(job, wait.waited_for(job)));
@@ -97,13 +94,15 @@ struct Wait {
     started: Instant,
     /// Since when a replica without a probe is waited for.
     undecided_since: Instant,
-    /// Taken with the first wait, and kept over the others.
+    /// Taken with the first wait, and kept over the others; gone once it had its turn.
     place: Option<Place>,
+    /// How long its band lets it wait, as that was when it first had to.
+    ttl: Duration,
     /// Its body, which is kept meanwhile.
     held: Option<HeldBytes>,
     /// What was before it when it came.
     ahead: Option<Ahead>,
-    /// It waited, so what it was told of the replica is old.
+    /// It waited, so what it was told of the replica is old, and it is not sent away at once where there is none.
     waited: bool,
     /// It had its turn once, and could not use it.
     goes_first: bool,
@@ -117,6 +116,7 @@ impl Wait {
             started: now,
             undecided_since: now,
             place: None,
+            ttl: Duration::ZERO,
             held: None,
             ahead: None,
             waited: false,
@@ -145,8 +145,11 @@ impl Wait {
                 Entered::Shed(saturation) => return Err(shed(job, saturation)),
                 Entered::Closed => return self.closed(job, replica),
                 Entered::Waits(place) => {
-                    self.held = Some(HeldBytes::take(job, place.ahead)?);
-                    self.ahead = Some(place.ahead);
+                    if !self.waited {
+                        self.held = Some(HeldBytes::take(job, place.ahead)?);
+                        self.ahead = Some(place.ahead);
+                        self.ttl = Duration::from_millis(place.ttl_ms);
+                    }
                     self.place = Some(place);
                 }
             }
@@ -184,11 +187,7 @@ impl Wait {
 
     /// How long it may go on.
     fn left(&self, job: &Job) -> Duration {
-        let own = self
-            .place
-            .as_ref()
-            .map(|place| Duration::from_millis(place.ttl_ms));
-        let ttl = job.queue_ttl.or(own).unwrap_or_default();
+        let ttl = job.queue_ttl.unwrap_or(self.ttl);
         ttl.saturating_sub(self.waited_for(job))
     }
 
@@ -233,10 +232,10 @@ impl Wait {
         })
     }
 
+    /// Its turn came to nothing. It waits on, and goes first next time, in a place of its own that is new: the old one is used up.
     fn give_back(&mut self, mut permit: Permit) {
         permit.failed();
         self.place = None;
-        self.held = None;
         self.goes_first = true;
     }
 }
@@ -329,24 +328,4 @@ fn no_replica(job: &Job, unavailable: Unavailable) -> Failure {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_time_that_is_left_is_the_shorter_of_two_that_both_run() {
-        let s = Duration::from_secs;
-        for (most, without, own, left) in [
-            (s(5), s(0), None, s(5)),
-            (s(5), s(2), None, s(3)),
-            (s(5), s(6), None, s(0)),
-            (s(10), s(0), Some(s(4)), s(4)),
-            // Its own 4 s have shrunk to 2 meanwhile, and are not shortened again by the 2 that passed.
-            (s(10), s(2), Some(s(2)), s(2)),
-            (s(10), s(9), Some(s(60)), s(1)),
-            (s(10), s(2), Some(s(0)), s(0)),
-        ] {
-            let found = left_without_replica(most, without, own);
-            assert_eq!(found, left, "{most:?} {without:?} {own:?}");
-        }
-    }
-}
+mod tests;

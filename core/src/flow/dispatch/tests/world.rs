@@ -356,6 +356,10 @@ impl World {
     pub fn cancel(&mut self, ticket: Ticket) {
         assert!(self.dispatcher.cancel(ticket), "{ticket} waits");
         assert!(!self.dispatcher.cancel(ticket), "{ticket} is gone");
+        for lane in self.lanes.keys() {
+            let is_bound = self.dispatcher.bind(ticket, *lane, true);
+            assert!(!is_bound, "{ticket} is gone");
+        }
         self.waiting.remove(&ticket);
     }
 
