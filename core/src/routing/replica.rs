@@ -220,16 +220,19 @@ impl Replica {
         }
     }
 
-    /// Takes the verdict of a probe that began at `started_ms`, and says whether it changed anything.
+    /// Takes the verdict of a probe that began at `started_ms`, and says whether it is another one than before.
     pub fn probed(&self, verdict: Readiness, started_ms: u64) -> bool {
         let mut state = self.state();
+        let breaker = state.breaker.state();
         if matches!(verdict, Readiness::Ready { .. }) {
             state.breaker.probe_ok(started_ms);
         }
         let changed = !state.readiness.says_the_same_as(&verdict);
         state.readiness = verdict;
+        // Those who wait look again only when told, else when the breaker was due.
+        let is_news = changed || state.breaker.state() != breaker;
         drop(state);
-        if changed {
+        if is_news {
             self.announce();
         }
         changed
@@ -486,3 +489,6 @@ fn fault_text(fault: Option<Fault>) -> &'static str {
         None => "was suspect",
     }
 }
+
+#[cfg(test)]
+mod tests;
