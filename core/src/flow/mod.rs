@@ -8,6 +8,8 @@ pub mod cost;
 pub mod dispatch;
 mod lane;
 pub mod ledger;
+#[cfg(test)]
+pub mod meanwhile;
 pub mod permit;
 pub mod queues;
 pub mod retry_after;

@@ -1,7 +1,7 @@
 //! The queues of one model, shared by all its requests: the dispatcher behind a lock, and those who wait for their turn.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use arc_swap::ArcSwap;
@@ -12,6 +12,8 @@ use super::bands::BandReport;
 use super::cost::Prices;
 use super::dispatch::{Ahead, Arrival, Arrived, Dispatcher, Grant, LaneReport, Settled};
 use super::lane::LaneFacts;
+#[cfg(test)]
+use super::meanwhile;
 use super::permit::Permit;
 use super::rotation::Ticket;
 use super::slots::{Slots, Watcher};
@@ -108,15 +110,23 @@ impl Queues {
                 let (tell, turn) = oneshot::channel();
                 state.waiters.insert(ticket, tell);
                 let displaced = displaced.and_then(|ticket| state.waiters.remove(&ticket));
+                let displaced = displaced.map(|waiter| (waiter, Turn::Displaced));
+                let mut told = Told(displaced.into_iter().collect());
+                #[cfg(test)]
+                meanwhile::reached(meanwhile::Point::Queued);
                 self.count(&state);
-                drop(state);
-                if let Some(displaced) = displaced {
-                    let _ = displaced.send(Turn::Displaced);
-                }
-                if arrival.stay_until_ms <= clock::now_ms() {
+                // Room is made without the lock: whoever made it since the arrival's own look sees the count, or is seen here.
+                fence(Ordering::SeqCst);
+                let now = clock::now_ms();
+                let mut granted = Vec::new();
+                match arrival.stay_until_ms <= now {
                     // Another replica may have room for it.
-                    self.fill_all();
+                    true => state.dispatcher.fill_all(now, &mut granted),
+                    false => state.dispatcher.fill(arrival.lane, now, &mut granted),
                 }
+                self.tell_granted(&mut state, granted, &mut told);
+                drop(state);
+                told.send();
                 Entered::Waits(Place {
                     queues: self.arc(),
                     ticket,
@@ -233,9 +243,12 @@ impl Queues {
     pub(super) fn release(&self, grant: Grant, settled: Settled) {
         let now = clock::now_ms();
         let (lane, slots) = (grant.lane, grant.slots.clone());
-        let watchers = slots.watchers();
+        #[cfg(test)]
+        meanwhile::reached(meanwhile::Point::Releasing);
         let mut state = self.lock();
         state.dispatcher.release(grant, settled, now);
+        // Only now: a queue that comes to watch later finds the slot free.
+        let watchers = slots.watchers();
         // A replica that left and came back has another number, and the same engine.
         let is_still_here = state.dispatcher.lane_name(lane).is_some();
         if watchers.is_empty() && is_still_here {
@@ -323,6 +336,8 @@ impl Queues {
 
 impl Watcher for Queues {
     fn freed(&self, slots: &Arc<Slots>) {
+        // After the room was made, so that nobody who saw none is missed: the other half is in `enter`.
+        fence(Ordering::SeqCst);
         if self.queued() == 0 {
             return;
         }
@@ -378,3 +393,6 @@ impl Drop for Place {
         self.queues.count(&state);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -226,8 +226,9 @@ impl World {
                 }
                 let stays = held.stay_until_ms > self.now_ms;
                 assert!(self.waiting.insert(ticket, held).is_none());
-                if !stays {
-                    self.fill_all();
+                match stays {
+                    true => self.fill(lane),
+                    false => self.fill_all(),
                 }
             }
             Arrived::Full(_) => {
