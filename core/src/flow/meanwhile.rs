@@ -7,6 +7,8 @@ use std::cell::RefCell;
 pub enum Point {
     /// A request is queued, and not counted yet.
     Queued,
+    /// A request that waits for any replica listens to changes and has not looked yet, or the other way round.
+    Listening,
     /// A permit is dropped, and its slot not given back yet.
     Releasing,
 }

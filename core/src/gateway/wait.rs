@@ -9,6 +9,8 @@ use super::respond::Failure;
 use super::state::Gateway;
 use crate::clock;
 use crate::flow::dispatch::Ahead;
+#[cfg(test)]
+use crate::flow::meanwhile;
 use crate::flow::permit::Permit;
 use crate::flow::queues::{Entered, Place, Turn};
 use crate::routing::pool::{Chosen, Unavailable};
@@ -57,14 +59,17 @@ pub async fn place(job: &mut Job, tried: &[Arc<str>]) -> Result<(Chosen, Permit)
 /// has waited for its turn already: all who wait would be thrown out by one short failure of the only replica.
 async fn probed(job: &mut Job, tried: &[Arc<str>], wait: &mut Wait) -> Result<Chosen, Failure> {
     loop {
-        if job.follow_reload() {
-            wait.undecided_since = Instant::now();
-        }
         let pool = job.pool.clone();
         let changed = pool.queues.changed.notified();
         tokio::pin!(changed);
-        // Registered before the look, so that no change between the two is missed.
+        // Registered before any look, so that no change between the two is missed.
         changed.as_mut().enable();
+        #[cfg(test)]
+        meanwhile::reached(meanwhile::Point::Listening);
+        if job.follow_reload() {
+            wait.undecided_since = Instant::now();
+            continue;
+        }
         let unavailable = match choose(job, tried) {
             Ok(chosen) => return Ok(chosen),
             Err(unavailable) => unavailable,

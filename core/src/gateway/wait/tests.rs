@@ -15,6 +15,7 @@ use llmgw_plugins::{Policies, PolicyOptions};
 use super::{Chosen, Failure, Permit, left_without_replica, place};
 use crate::clock;
 use crate::config;
+use crate::flow::meanwhile::{self, Point};
 use crate::flow::queues::Entered;
 use crate::gateway::band;
 use crate::gateway::dialect::Dialect;
@@ -68,6 +69,12 @@ fn pool(gateway: &Gateway, models: &str) -> Arc<Pool> {
         metrics,
         shared,
     ))
+}
+
+/// The pool that is in force, whose probes do not run before the test awaits something.
+fn pool_of(gateway: &Gateway) -> Arc<Pool> {
+    let runtime = gateway.runtime.load();
+    runtime.fleet.pool("m").expect("it is there").clone()
 }
 
 fn is_ready(replica: &Replica) {
@@ -145,6 +152,24 @@ async fn a_request_whose_turn_came_as_the_replica_failed_waits_for_its_trial_lik
     let placed = placed.expect("it is over in time");
     let (chosen, _permit) = placed.expect("the trial is its own");
     assert!(chosen.admitted.is_trial());
+}
+
+#[tokio::test]
+async fn a_reload_at_the_moment_when_a_request_begins_to_wait_for_a_replica_is_seen() {
+    let gateway = gateway();
+    gateway.apply(config(MODELS));
+    let pool = pool_of(&gateway);
+    let mut waits = job(&gateway, &pool);
+    let reloaded = gateway.clone();
+    meanwhile::at(Point::Listening, move || {
+        reloaded.apply(config(&MODELS.replace(":9'", ":10'")));
+        is_ready(&pool_of(&reloaded).replicas[0]);
+    });
+    let mut placing = pin!(place(&mut waits, &[]));
+    let Poll::Ready(Ok((chosen, _permit))) = poll(placing.as_mut()) else {
+        panic!("it waits for a replica that is gone");
+    };
+    assert_eq!(*chosen.admitted.replica.id, *"127.0.0.1:10");
 }
 
 #[test]
