@@ -5,6 +5,8 @@ use std::cell::RefCell;
 /// Where something may happen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Point {
+    /// A replica is chosen for a request, which does not wait for it yet.
+    Chosen,
     /// A request is queued, and not counted yet.
     Queued,
     /// A request that waits for any replica listens to changes and has not looked yet, or the other way round.

@@ -195,6 +195,11 @@ impl Queues {
         });
     }
 
+    /// Lets trials that wait for a suspect replica's room choose again.
+    pub fn release_trials(&self) {
+        self.change(Dispatcher::release_trials);
+    }
+
     // Ticks.
 
     /// What a policy says from now on.

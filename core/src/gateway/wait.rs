@@ -14,7 +14,7 @@ use crate::flow::meanwhile;
 use crate::flow::permit::Permit;
 use crate::flow::queues::{Entered, Place, Turn};
 use crate::routing::pool::{Chosen, Unavailable};
-use crate::routing::replica::Replica;
+use crate::routing::replica::{Replica, Standing};
 
 /// How long a request waits for the first probe of a replica that was just configured: longer than its two questions may take.
 const FIRST_PROBE_WAIT: Duration = Duration::from_secs(5);
@@ -137,6 +137,8 @@ impl Wait {
         chosen: &Chosen,
         tried: &[Arc<str>],
     ) -> Result<Option<Permit>, Failure> {
+        #[cfg(test)]
+        meanwhile::reached(meanwhile::Point::Chosen);
         let replica = &chosen.admitted.replica;
         let goes_first = self.goes_first || chosen.admitted.is_trial() || !tried.is_empty();
         if let Some(place) = &mut self.place {
@@ -160,6 +162,10 @@ impl Wait {
             }
         }
         self.waited = true;
+        // Another one may have opened between the choice and the queue, when nobody waited for a trial yet.
+        if chosen.admitted.is_trial() && is_any_open(job, tried) {
+            job.pool.queues.release_trials();
+        }
         let left = self.left(job);
         let Some(place) = &mut self.place else {
             return Ok(None);
@@ -322,6 +328,12 @@ fn choose(job: &Job, tried: &[Arc<str>]) -> Result<Chosen, Unavailable> {
     let view = job.view(tried.len() as u32);
     job.pool
         .choose(&job.asked, &job.prompt, tried, &job.set, &view)
+}
+
+fn is_any_open(job: &Job, tried: &[Arc<str>]) -> bool {
+    let now = clock::now_ms();
+    let replicas = &mut job.pool.replicas.iter();
+    replicas.any(|replica| !tried.contains(&replica.id) && replica.standing(now) == Standing::Open)
 }
 
 fn no_replica(job: &Job, unavailable: Unavailable) -> Failure {

@@ -80,7 +80,7 @@ impl Dispatcher {
 
     /// Those who wait for a closed replica's room leave it, since there is an open one now: a trial may wait for minutes, for as long as what
     /// hangs there has the room.
-    pub(super) fn release_trials(&mut self) -> Vec<Ticket> {
+    pub fn release_trials(&mut self) -> Vec<Ticket> {
         let closed = self.lanes.values().filter(|lane| !lane.facts.open);
         let released: Vec<Ticket> = closed.flat_map(|lane| &lane.first).copied().collect();
         released.iter().for_each(|ticket| self.unbind(*ticket));

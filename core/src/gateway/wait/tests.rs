@@ -24,13 +24,14 @@ use crate::gateway::state::Gateway;
 use crate::routing::breaker::Fault;
 use crate::routing::pool::{Asked, Pool, Shared};
 use crate::routing::prefix::PromptHashes;
-use crate::routing::replica::{Readiness, Replica};
+use crate::routing::replica::{Readiness, Replica, Standing};
 use crate::telemetry::{Telemetry, log};
 
 /// For what takes a second by itself.
 const PATIENCE: Duration = Duration::from_secs(60);
 // Nothing listens there: no request is sent.
 const MODELS: &str = "models: [{name: m, endpoints: [{url: 'http://127.0.0.1:9', slots: 1}]}]";
+const TWO: &str = "models: [{name: m, endpoints: [{url: 'http://127.0.0.1:9', slots: 1}, {url: 'http://127.0.0.2:9', slots: 1}]}]";
 
 fn config(text: &str) -> config::Config {
     config::parse(Path::new("llmgw.yaml"), text.to_string(), &|_| None).expect("it is one")
@@ -152,6 +153,28 @@ async fn a_request_whose_turn_came_as_the_replica_failed_waits_for_its_trial_lik
     let placed = placed.expect("it is over in time");
     let (chosen, _permit) = placed.expect("the trial is its own");
     assert!(chosen.admitted.is_trial());
+}
+
+#[tokio::test]
+async fn a_trial_that_has_to_wait_is_given_up_for_a_replica_that_opened_as_it_was_chosen() {
+    let gateway = gateway();
+    let pool = pool(&gateway, TWO);
+    let (hung, other) = (&pool.replicas[0], &pool.replicas[1]);
+    is_ready(hung);
+    let mut waits = job(&gateway, &pool);
+    let _hangs = takes_the_slot(&waits);
+    ends(hung, Fault::IdleTimeout);
+    while hung.standing(clock::now_ms()) != Standing::Trial {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let opens = other.clone();
+    meanwhile::at(Point::Chosen, move || is_ready(&opens));
+    let mut placing = pin!(place(&mut waits, &[]));
+    let Poll::Ready(Ok((chosen, _permit))) = poll(placing.as_mut()) else {
+        panic!("it waits for the one that hangs");
+    };
+    assert!(Arc::ptr_eq(&chosen.admitted.replica, other));
+    assert_eq!(hung.standing(clock::now_ms()), Standing::Trial);
 }
 
 #[tokio::test]
