@@ -202,6 +202,36 @@ fn an_engine_that_is_silent_before_the_first_byte_costs_the_first_byte_timeout()
 }
 
 #[test]
+fn a_trial_whose_answer_passes_unread_ends_with_its_head() {
+    let engine = engine(Kind::Vllm, "{}");
+    let setup = |first_byte| {
+        Setup::new()
+            .limit("first_byte_timeout", first_byte)
+            .limit("retries", "0")
+            .model("fake", "")
+            .endpoint("vllm", &engine.url(), "")
+    };
+    let gateway = setup("300ms").start();
+    gateway.ready("fake", 1);
+    let silent = gateway.post(CHAT, &chat(false), r#"{"first_ms":60000}"#);
+    assert_eq!(silent.code(), "first_byte_timeout", "{}", silent.text());
+    gateway.write_config(&setup("10m").yaml());
+    let reloaded = gateway.admin_post("/v1/reload");
+    assert_eq!(reloaded.status(), 200, "{}", reloaded.text());
+    let audio = r#"{"headers_first":true,"headers":{"Content-Type":"audio/mpeg"}}"#;
+    let mut trial = gateway.client();
+    gateway.until("the breaker lets a trial in", || {
+        trial = gateway.client();
+        trial.post(CHAT, &chat(true), audio);
+        trial.head().status == 200
+    });
+    // Its body never comes, and there is no other replica.
+    assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
+    let waits = engine.wait(PATIENCE, |state| state.open == 1);
+    assert!(waits.is_ok(), "the trial is still there");
+}
+
+#[test]
 fn a_stream_that_falls_silent_costs_the_idle_timeout_and_says_so() {
     let engine = engine(Kind::Vllm, "{}");
     let setup = Setup::new()
