@@ -36,6 +36,7 @@ pub mod server;
 pub mod silence;
 pub mod splice;
 pub mod sse;
+pub mod stalled;
 pub mod state;
 pub mod upload;
 pub mod usage;

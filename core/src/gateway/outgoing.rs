@@ -10,18 +10,14 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::oneshot;
-use tokio::time::Sleep;
 
 use super::body::{ClientBody, Unfinished};
 use super::client_io::Wire;
-
-/// An HTTP/2 client whose connection takes nothing holds a stream's last words for so long; in HTTP/1.1 the kernel ends the connection.
-const LEAVING_MAX: Duration = Duration::from_secs(300);
+use super::stalled;
 
 /// A response body as a connection sends it.
 pub struct Outgoing {
@@ -35,7 +31,6 @@ enum State {
     /// HTTP/2: the error event is still queued.
     Leaving {
         event: Option<Leaving>,
-        patience: Pin<Box<Sleep>>,
         unfinished: Option<Unfinished>,
     },
     /// HTTP/1.1: the connection ends with the next flush.
@@ -81,9 +76,9 @@ impl Outgoing {
             self.state = State::Cut;
             return;
         }
+        stalled::waits_for_client();
         self.state = State::Leaving {
             event: unfinished.take_behind(),
-            patience: Box::pin(tokio::time::sleep(LEAVING_MAX)),
             unfinished: Some(unfinished),
         };
     }
@@ -100,21 +95,20 @@ impl Body for Outgoing {
         let outgoing = self.get_mut();
         loop {
             match &mut outgoing.state {
-                State::Answer(answer) => match ready!(Pin::new(answer).poll_frame(context)) {
-                    Some(Err(unfinished)) => outgoing.cut(unfinished),
-                    other => return Poll::Ready(other),
-                },
-                State::Leaving {
-                    event,
-                    patience,
-                    unfinished,
-                } => {
-                    let has_left = match event {
-                        Some(event) => Pin::new(&mut event.0).poll(context).is_ready(),
-                        None => true,
-                    };
-                    if !has_left && patience.as_mut().poll(context).is_pending() {
-                        return Poll::Pending;
+                State::Answer(answer) => {
+                    stalled::waits_for_engine();
+                    match ready!(Pin::new(answer).poll_frame(context)) {
+                        Some(Err(unfinished)) => outgoing.cut(unfinished),
+                        other => {
+                            stalled::waits_for_client();
+                            return Poll::Ready(other);
+                        }
+                    }
+                }
+                State::Leaving { event, unfinished } => {
+                    if let Some(event) = event {
+                        // It is gone, or nobody can send it any more.
+                        let _gone = ready!(Pin::new(&mut event.0).poll(context));
                     }
                     return Poll::Ready(unfinished.take().map(Err));
                 }
@@ -140,19 +134,26 @@ impl Body for Outgoing {
 
 #[cfg(test)]
 mod tests {
-    use std::pin::pin;
+    use std::sync::Mutex;
+    use std::time::Duration;
 
     use http::{Request, Response};
     use http_body_util::{BodyExt, Empty};
+    use hyper::body::Incoming;
     use hyper::service::service_fn;
     use hyper_util::rt::{TokioExecutor, TokioIo};
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+    use tokio::sync::oneshot::error::TryRecvError;
+    use tokio::time::Instant;
 
     use super::*;
     use crate::gateway::client_io::ClientIo;
     use crate::gateway::dialect::Dialect;
     use crate::gateway::hold::{Attempts, Held};
+    use crate::gateway::relay::KEEPALIVE_COMMENT;
     use crate::gateway::respond::Failure;
+    use crate::gateway::server::connection_builder;
+    use crate::gateway::stalled::CLIENT_STALLED_MAX;
 
     /// So long the client reads nothing.
     const LATE: Duration = Duration::from_secs(200);
@@ -170,32 +171,65 @@ mod tests {
         ClientBody::Held(Box::new(held))
     }
 
-    /// Serves that answer to whoever asks at the other end of the pipe.
-    fn serve(pipe: DuplexStream, is_http2: bool) {
+    /// A stream that has a comment every second for ever, and the word that it was let go.
+    fn endless() -> (ClientBody, oneshot::Receiver<Infallible>) {
+        let (engine, let_go) = oneshot::channel();
+        let attempts: Attempts = Box::pin(async move {
+            let _engine = engine;
+            std::future::pending().await
+        });
+        let held = Held::new(attempts, Duration::from_secs(1), Dialect::Chat);
+        (ClientBody::Held(Box::new(held)), let_go)
+    }
+
+    /// Serves one answer to whoever asks at the other end of the pipe.
+    fn serve(pipe: DuplexStream, is_http2: bool, answer: ClientBody) {
         let wire = Wire::of_a_test();
         let io = ClientIo::new(pipe, wire.clone());
+        let answer = Mutex::new(Some(answer));
         let service = service_fn(move |_| {
-            let body = Outgoing::new(failed(), wire.clone(), is_http2);
+            let answer = answer.lock().unwrap().take().expect("one request");
+            let body = Outgoing::new(answer, wire.clone(), is_http2);
             async move { Ok::<_, Infallible>(Response::new(body)) }
         });
         tokio::spawn(async move {
-            if is_http2 {
-                let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
-                    .serve_connection(io, service)
-                    .await;
-            } else {
-                let _ = hyper::server::conn::http1::Builder::new()
-                    .serve_connection(io, service)
-                    .await;
-            }
+            let _ = connection_builder().serve_connection(io, service).await;
         });
+    }
+
+    /// An answer at an HTTP/2 client that makes no more room than for so many bytes until it reads.
+    async fn ask_over_http2(room_bytes: usize, answer: ClientBody) -> Incoming {
+        let (client, server) = duplex(64 * 1024);
+        serve(server, true, answer);
+        let (mut sender, connection) =
+            hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+                .initial_stream_window_size(room_bytes as u32)
+                .handshake(TokioIo::new(client))
+                .await
+                .unwrap();
+        tokio::spawn(connection);
+        let request = Request::get("http://x/")
+            .body(Empty::<Bytes>::new())
+            .unwrap();
+        sender.send_request(request).await.unwrap().into_body()
+    }
+
+    /// Reads a stream that has no proper end: its text, and how it was reset.
+    async fn read(mut answer: Incoming) -> (String, String) {
+        let mut text = String::new();
+        loop {
+            match answer.frame().await.expect("it has no proper end") {
+                Ok(frame) => text += std::str::from_utf8(frame.data_ref().unwrap()).unwrap(),
+                Err(error) => return (text, format!("{error:?}")),
+            }
+        }
     }
 
     #[tokio::test(start_paused = true)]
     async fn over_http1_the_error_event_reaches_a_client_that_reads_late_and_then_the_connection_ends()
      {
         let (mut client, server) = duplex(ROOM_BYTES);
-        serve(server, false);
+        serve(server, false, failed());
         client
             .write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             .await
@@ -210,42 +244,47 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn over_http2_the_error_event_reaches_a_client_that_reads_late_and_then_the_stream_is_reset()
      {
-        let (client, server) = duplex(64 * 1024);
-        serve(server, true);
-        let (mut sender, connection) =
-            hyper::client::conn::http2::Builder::new(TokioExecutor::new())
-                .initial_stream_window_size(ROOM_BYTES as u32)
-                .handshake(TokioIo::new(client))
-                .await
-                .unwrap();
-        tokio::spawn(connection);
-        let request = Request::get("http://x/")
-            .body(Empty::<Bytes>::new())
-            .unwrap();
-        let mut answer = pin!(sender.send_request(request).await.unwrap().into_body());
+        let answer = ask_over_http2(ROOM_BYTES, failed()).await;
         tokio::time::sleep(LATE).await;
-        let mut text = String::new();
-        let error = loop {
-            match answer.frame().await.expect("it has no proper end") {
-                Ok(frame) => text += std::str::from_utf8(frame.data_ref().unwrap()).unwrap(),
-                Err(error) => break error,
-            }
-        };
-        assert!(text.contains("the engine is gone"), "{text}: {error:?}");
+        let (text, error) = read(answer).await;
+        assert!(text.contains("the engine is gone"), "{text}: {error}");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn over_http2_a_client_that_never_reads_is_waited_for_no_longer_than_the_limit() {
-        let mut body = pin!(Outgoing::new(failed(), Wire::of_a_test(), true));
-        let mut held = Vec::new();
-        let started = tokio::time::Instant::now();
-        let error = loop {
-            match body.frame().await.unwrap() {
-                Ok(frame) => held.push(frame),
-                Err(error) => break error,
-            }
-        };
-        assert_eq!(started.elapsed(), LEAVING_MAX, "{error}");
-        assert_eq!(held.len(), 2, "a comment and the event");
+    async fn over_http2_a_client_that_stops_reading_has_its_stream_reset_and_its_engine_let_go() {
+        let (answer, let_go) = endless();
+        let started = Instant::now();
+        let answer = ask_over_http2(ROOM_BYTES, answer).await;
+        let ended = tokio::time::timeout(CLIENT_STALLED_MAX * 2, let_go).await;
+        assert!(ended.is_ok(), "the engine is still held");
+        let waited = started.elapsed().as_secs();
+        let limit = CLIENT_STALLED_MAX.as_secs();
+        // The second comment is the one that finds no room.
+        assert!((limit..=limit + 2).contains(&waited), "{waited} s");
+        let (_, error) = read(answer).await;
+        assert!(error.contains("CANCEL"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn over_http2_a_client_that_reads_now_and_then_keeps_its_stream() {
+        let (answer, mut let_go) = endless();
+        let mut answer = ask_over_http2(KEEPALIVE_COMMENT.len(), answer).await;
+        for _ in 0..10 {
+            tokio::time::sleep(LATE).await;
+            assert!(answer.frame().await.unwrap().is_ok());
+        }
+        assert_eq!(let_go.try_recv(), Err(TryRecvError::Empty));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn over_http2_a_client_that_stops_reading_does_not_hold_the_end_of_a_failed_stream() {
+        // The event finds no room, or it is sent but for its end.
+        for room_bytes in [KEEPALIVE_COMMENT.len(), ROOM_BYTES] {
+            let answer = ask_over_http2(room_bytes, failed()).await;
+            tokio::time::sleep(CLIENT_STALLED_MAX * 2 + LATE).await;
+            let (text, error) = read(answer).await;
+            assert_eq!(text.len(), room_bytes, "{text}");
+            assert!(error.contains("CANCEL"), "{error}");
+        }
     }
 }

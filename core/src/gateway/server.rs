@@ -12,7 +12,7 @@ use std::time::Duration;
 use http::{Request, Version};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::rt::TokioTimer;
 use hyper_util::server::conn::auto;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
@@ -22,14 +22,13 @@ use super::client_io::{ClientIo, Wire};
 use super::client_room::ClientRoom;
 use super::outgoing::Outgoing;
 use super::request;
+use super::stalled::{CLIENT_STALLED_MAX, Streams};
 use super::state::Gateway;
 use crate::certificates::Port;
 use crate::sparing::Sparing;
 
 /// A client that is silent between its requests is let go after this; before the first one `ClientRoom` says when.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(75);
-/// A client that takes nothing of what waits for it holds an engine's slot: after this long the kernel resets it.
-const CLIENT_STALLED_MAX: Duration = Duration::from_secs(300);
 const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// What one HTTP/1.1 connection buffers in either direction; also the limit of a request's head.
 const CONNECTION_BUFFER_MAX_BYTES: usize = 64 * 1024;
@@ -123,8 +122,8 @@ pub async fn serve(listener: Listener, gateway: Arc<Gateway>, stop: Stop) -> Tas
 struct Builders {
     /// Finds out by reading the first bytes and handing them on, which makes hyper double its read buffer: 8 KB for
     /// as long as the connection lives.
-    either: auto::Builder<TokioExecutor>,
-    http1: auto::Builder<TokioExecutor>,
+    either: auto::Builder<Streams>,
+    http1: auto::Builder<Streams>,
 }
 
 impl Builders {
@@ -136,10 +135,7 @@ impl Builders {
     }
 
     /// Looks at a connection's first bytes without taking them. None: its client sent nothing.
-    async fn choose(
-        &self,
-        stream: &TcpStream,
-    ) -> io::Result<Option<&auto::Builder<TokioExecutor>>> {
+    async fn choose(&self, stream: &TcpStream) -> io::Result<Option<&auto::Builder<Streams>>> {
         let mut first = [0; H2_PREFACE.len()];
         Ok(match stream.peek(&mut first).await? {
             0 => None,
@@ -149,8 +145,8 @@ impl Builders {
     }
 }
 
-fn connection_builder() -> auto::Builder<TokioExecutor> {
-    let mut builder = auto::Builder::new(TokioExecutor::new());
+pub(super) fn connection_builder() -> auto::Builder<Streams> {
+    let mut builder = auto::Builder::new(Streams);
     builder
         .http1()
         .timer(TokioTimer::new())
@@ -209,7 +205,7 @@ async fn connection(
 async fn drive<S>(
     io: ClientIo<S>,
     wire: Arc<Wire>,
-    builder: &auto::Builder<TokioExecutor>,
+    builder: &auto::Builder<Streams>,
     serving: &Serving,
     mut first_request: Pin<Box<impl Future<Output = ()>>>,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>

@@ -1,0 +1,64 @@
+//! An end for HTTP/2 streams whose clients stopped reading. hyper asks a body for its next frame only once the client has room for the one before, so
+//! nothing in a body runs while its stream is stuck, no timer either: the task around the stream has to end it.
+//!
+//! Its body says when it hands out a frame and when it is asked again. Only where a turn of the task ends between the two is there a timer.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::task::Poll;
+use std::time::Duration;
+
+use hyper::rt::Executor;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+/// A client that takes nothing of what waits for it holds an engine's slot. After this long its HTTP/2 stream is reset, where that had no room for
+/// the frame at hand, or the kernel ends the connection, where that takes nothing at all.
+pub const CLIENT_STALLED_MAX: Duration = Duration::from_secs(300);
+
+tokio::task_local! {
+    /// Since when a frame of this task's stream has waited for its client.
+    static WAITS_SINCE: Cell<Option<Instant>>;
+}
+
+/// To be said by a body that hands out a frame.
+pub fn waits_for_client() {
+    // Absent in HTTP/1.1, which has no streams.
+    let _ = WAITS_SINCE.try_with(|since| since.set(Some(Instant::now())));
+}
+
+/// To be said by a body that is asked for a frame.
+pub fn waits_for_engine() {
+    let _ = WAITS_SINCE.try_with(|since| since.set(None));
+}
+
+/// Runs the streams of HTTP/2 connections, each in a task that ends it where its client stalls.
+#[derive(Clone, Copy)]
+pub struct Streams;
+
+impl<S: Future<Output = ()> + Send + 'static> Executor<S> for Streams {
+    fn execute(&self, stream: S) {
+        tokio::spawn(WAITS_SINCE.scope(Cell::new(None), until_stalled(stream)));
+    }
+}
+
+/// A stream that is dropped before its end is reset.
+async fn until_stalled(stream: impl Future<Output = ()>) {
+    let mut stream = pin!(stream);
+    let mut timer: Option<Pin<Box<Sleep>>> = None;
+    poll_fn(|context| {
+        if stream.as_mut().poll(context).is_ready() {
+            return Poll::Ready(());
+        }
+        let Some(since) = WAITS_SINCE.with(Cell::get) else {
+            return Poll::Pending;
+        };
+        let end = since + CLIENT_STALLED_MAX;
+        let timer = timer.get_or_insert_with(|| Box::pin(sleep_until(end)));
+        if timer.deadline() != end {
+            timer.as_mut().reset(end);
+        }
+        timer.as_mut().poll(context)
+    })
+    .await;
+}
