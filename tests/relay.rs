@@ -288,6 +288,39 @@ fn a_reader_of_http2_that_stops_stops_the_engine_too() {
 }
 
 #[test]
+fn an_engine_that_failed_is_let_go_though_its_client_reads_nothing_of_that() {
+    let engine = start(Options::new(Kind::Vllm)).unwrap();
+    let setup = Setup::new()
+        .limit("idle_timeout", "500ms")
+        .model("fake", "");
+    let gateway = setup.endpoint("vllm", &engine.url(), "").start();
+    gateway.ready("fake", 1);
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        let stream = tokio::net::TcpStream::connect(gateway.addr).await.unwrap();
+        // Less than the first event takes, so none of the error event leaves.
+        let (mut sender, connection) =
+            hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+                .initial_stream_window_size(16)
+                .handshake(TokioIo::new(stream))
+                .await
+                .unwrap();
+        tokio::spawn(connection);
+        let request = http::Request::post("http://gateway/v1/completions")
+            .header("x-fake", r#"{"die_after":1,"how":"stall"}"#)
+            .body(Full::<Bytes>::from(
+                r#"{"model":"fake","stream":true,"prompt":"hello"}"#,
+            ))
+            .unwrap();
+        let unread = sender.send_request(request).await.unwrap();
+        assert_eq!(unread.status(), 200);
+        let gone = engine.until(PATIENCE, |state| state.open == 0).await;
+        assert!(gone.is_ok(), "the engine is still held");
+        drop(unread);
+    });
+}
+
+#[test]
 fn four_hundred_streams_run_side_by_side() {
     const STREAMS: u64 = 400;
     // Both ends of each are in this process.

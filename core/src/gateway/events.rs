@@ -39,21 +39,26 @@ impl Batch {
 
 /// Reads an engine's body and splits it at event boundaries. Holds at most one incomplete event.
 pub struct EventStream {
-    body: UpstreamBody,
+    /// None: closed.
+    body: Option<UpstreamBody>,
     splitter: EventSplitter,
 }
 
 impl EventStream {
     pub fn new(body: UpstreamBody) -> EventStream {
         EventStream {
-            body,
+            body: Some(body),
             splitter: EventSplitter::default(),
         }
     }
 
     pub fn poll_step(&mut self, context: &mut Context<'_>) -> Poll<Step> {
         loop {
-            match ready!(Pin::new(&mut self.body).poll_frame(context)) {
+            let frame = match &mut self.body {
+                Some(body) => ready!(Pin::new(body).poll_frame(context)),
+                None => None,
+            };
+            match frame {
                 Some(Ok(frame)) => {
                     // Trailers carry nothing that an event stream needs.
                     let Ok(chunk) = frame.into_data() else {
@@ -75,6 +80,11 @@ impl EventStream {
 
     pub async fn step(&mut self) -> Step {
         poll_fn(|context| self.poll_step(context)).await
+    }
+
+    /// Lets the engine's connection go; to a reader the body has ended.
+    pub fn close(&mut self) {
+        self.body = None;
     }
 
     /// True in the middle of an event that was too large to hold and passes in pieces.

@@ -42,7 +42,7 @@ pub struct Relay {
     dialect: Dialect,
     changes: Changes,
     silence: Silence,
-    /// Absent once the stream failed: what it holds of an engine is given back while its last words are on their way.
+    /// Absent once the stream failed: what it holds of an engine is given back, and `events` closed, while its last words are on their way.
     exchange: Option<Exchange>,
     /// Remembers where this stream's events have the model's name.
     finder: ModelFinder,
@@ -291,6 +291,7 @@ impl Relay {
 
     /// Its last words, behind which it is cut.
     fn cut(&mut self, ending: Ending, reason: String, words: BytesMut) -> Bytes {
+        self.events.close();
         if let Some(mut exchange) = self.exchange.take() {
             exchange.sent(words.len());
             exchange.end(ending);
