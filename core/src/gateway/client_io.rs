@@ -7,10 +7,11 @@
 //! An answer that can't be finished ends with the connection, once all that was written before has left: hyper closes without that.
 
 use std::future::{Future, poll_fn};
+use std::ops::Deref;
 use std::os::fd::{AsRawFd, RawFd};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -37,25 +38,44 @@ pub struct Wire {
     is_read: AtomicBool,
     /// The next flush that has nothing left to write is the last.
     is_cut: AtomicBool,
+    at_work: AtomicUsize,
+    /// A request ended since the client's silence was last looked at.
+    has_answered: AtomicBool,
 }
+
+/// A request of a connection, from its head until hyper has taken all of its answer.
+pub struct AtWork(Arc<Wire>);
 
 impl Wire {
     pub fn of(stream: &TcpStream) -> Arc<Wire> {
-        Arc::new(Wire {
-            fd: stream.as_raw_fd(),
-            is_read: AtomicBool::new(false),
-            is_cut: AtomicBool::new(false),
-        })
+        Wire::over(stream.as_raw_fd())
     }
 
     /// Of a stream that is no socket.
     #[cfg(test)]
     pub fn of_a_test() -> Arc<Wire> {
+        Wire::over(-1)
+    }
+
+    fn over(fd: RawFd) -> Arc<Wire> {
         Arc::new(Wire {
-            fd: -1,
+            fd,
             is_read: AtomicBool::new(false),
             is_cut: AtomicBool::new(false),
+            at_work: AtomicUsize::new(0),
+            has_answered: AtomicBool::new(false),
         })
+    }
+
+    /// A request has come.
+    pub fn begin(self: &Arc<Wire>) -> AtWork {
+        self.at_work.fetch_add(1, Ordering::Relaxed);
+        AtWork(self.clone())
+    }
+
+    /// Whether a request was at work since this was last asked.
+    pub fn was_at_work(&self) -> bool {
+        self.at_work.load(Ordering::Acquire) > 0 || self.has_answered.swap(false, Ordering::Relaxed)
     }
 
     /// Ends the connection when all that was written to it has left. To be said within a turn of the connection's own task, which
@@ -107,6 +127,22 @@ impl Wire {
         // SAFETY: one valid pollfd, no wait. The descriptor is open: `watch` borrows the connection that owns it.
         let answered = unsafe { libc::poll(&raw mut asked, 1, 0) };
         answered > 0 && asked.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) != 0
+    }
+}
+
+impl Deref for AtWork {
+    type Target = Wire;
+
+    fn deref(&self) -> &Wire {
+        &self.0
+    }
+}
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        // In this order: who no longer sees it at work has to see this.
+        self.has_answered.store(true, Ordering::Relaxed);
+        self.at_work.fetch_sub(1, Ordering::Release);
     }
 }
 

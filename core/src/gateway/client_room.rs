@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::client_io::Wire;
 use crate::sparing::Sparing;
 use crate::telemetry::metrics::{ClientMetrics, Metrics};
 
-/// A client that is silent before its first request is let go after this.
+/// A client that has no request at work is let go after this. In HTTP/1.1 that is said of the time before its first, hyper has a limit for the others.
 const SILENCE_MAX: Duration = Duration::from_secs(75);
 /// And after this where there is little room.
 const CROWDED_SILENCE_MAX: Duration = Duration::from_secs(10);
@@ -62,12 +63,16 @@ impl ClientRoom {
     }
 
     /// Ends when a client was silent for as long as it may be. What is left of the room may become little at any time, so it is looked at
-    /// again and again.
-    pub async fn patience(&self) {
+    /// again and again, and so is whether the client asked for anything: that is seen up to a step late.
+    pub async fn patience(&self, client: Arc<Wire>) {
         let mut left = SILENCE_MAX;
         while !left.is_zero() {
             let step = left.min(CROWDED_SILENCE_MAX);
             tokio::time::sleep(step).await;
+            if client.was_at_work() {
+                left = SILENCE_MAX;
+                continue;
+            }
             left -= step;
             if self.is_crowded() {
                 return;
@@ -137,7 +142,7 @@ mod tests {
         let (room, _) = room(8);
         let waited = async || {
             let since = Instant::now();
-            room.patience().await;
+            room.patience(Wire::of_a_test()).await;
             since.elapsed()
         };
         assert_eq!(waited().await, SILENCE_MAX);
@@ -156,5 +161,23 @@ mod tests {
             seats.push(room.seat().await);
         });
         assert_eq!(waited, CROWDED_SILENCE_MAX * 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_is_not_silent_while_a_request_of_it_is_at_work() {
+        let (room, _) = room(8);
+        let wire = Wire::of_a_test();
+        let since = Instant::now();
+        let requests = async {
+            // One that takes long, and one between two looks.
+            let request = wire.begin();
+            tokio::time::sleep(Duration::from_secs(200)).await;
+            drop(request);
+            tokio::time::sleep(Duration::from_secs(72)).await;
+            drop(wire.begin());
+        };
+        tokio::join!(room.patience(wire.clone()), requests);
+        let looked = Duration::from_secs(280);
+        assert_eq!(since.elapsed(), looked + SILENCE_MAX);
     }
 }

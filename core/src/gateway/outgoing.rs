@@ -8,7 +8,6 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -16,13 +15,13 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::sync::oneshot;
 
 use super::body::{ClientBody, Unfinished};
-use super::client_io::Wire;
+use super::client_io::AtWork;
 use super::stalled;
 
 /// A response body as a connection sends it.
 pub struct Outgoing {
     state: State,
-    wire: Arc<Wire>,
+    at_work: AtWork,
     is_http2: bool,
 }
 
@@ -61,10 +60,10 @@ impl AsRef<[u8]> for Owned {
 }
 
 impl Outgoing {
-    pub fn new(answer: ClientBody, wire: Arc<Wire>, is_http2: bool) -> Outgoing {
+    pub fn new(answer: ClientBody, at_work: AtWork, is_http2: bool) -> Outgoing {
         Outgoing {
             state: State::Answer(answer),
-            wire,
+            at_work,
             is_http2,
         }
     }
@@ -72,7 +71,7 @@ impl Outgoing {
     /// What comes after the last frame of an answer that failed. The answer, and what it holds of an engine, is let go.
     fn cut(&mut self, mut unfinished: Unfinished) {
         if !self.is_http2 {
-            self.wire.cut_when_flushed();
+            self.at_work.cut_when_flushed();
             self.state = State::Cut;
             return;
         }
@@ -147,7 +146,7 @@ mod tests {
     use tokio::time::Instant;
 
     use super::*;
-    use crate::gateway::client_io::ClientIo;
+    use crate::gateway::client_io::{ClientIo, Wire};
     use crate::gateway::dialect::Dialect;
     use crate::gateway::hold::{Attempts, Held};
     use crate::gateway::relay::KEEPALIVE_COMMENT;
@@ -189,7 +188,7 @@ mod tests {
         let answer = Mutex::new(Some(answer));
         let service = service_fn(move |_| {
             let answer = answer.lock().unwrap().take().expect("one request");
-            let body = Outgoing::new(answer, wire.clone(), is_http2);
+            let body = Outgoing::new(answer, wire.begin(), is_http2);
             async move { Ok::<_, Infallible>(Response::new(body)) }
         });
         tokio::spawn(async move {

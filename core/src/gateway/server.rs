@@ -176,7 +176,7 @@ async fn connection(
     socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(CLIENT_STALLED_MAX))?;
     let wire = Wire::of(&stream);
     let builders = &serving.builders;
-    let mut first_request = Box::pin(serving.room.patience());
+    let mut first_request = Box::pin(serving.room.patience(wire.clone()));
     match &serving.tls {
         None => {
             let builder = tokio::select! {
@@ -207,7 +207,7 @@ async fn drive<S>(
     wire: Arc<Wire>,
     builder: &auto::Builder<Streams>,
     serving: &Serving,
-    mut first_request: Pin<Box<impl Future<Output = ()>>>,
+    mut patience: Pin<Box<impl Future<Output = ()>>>,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
 where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
@@ -222,10 +222,10 @@ where
         // hyper keeps room for this future as long as the connection lives, several KB that a stream, whose
         // request was handled long ago, needs no more. A box is freed with it.
         let handling = Box::pin(request::handle(gateway.clone(), request));
-        let wire = wire.clone();
+        let at_work = wire.begin();
         async move {
             let answer = handling.await;
-            Ok::<_, Infallible>(answer.map(|body| Outgoing::new(body, wire, version_is_2)))
+            Ok::<_, Infallible>(answer.map(|body| Outgoing::new(body, at_work, version_is_2)))
         }
     });
     let connection = builder.serve_connection(io, service);
@@ -233,15 +233,19 @@ where
     let ended = {
         let mut served = pin!(wire.watch(connection.as_mut()));
         let mut stopped = pin!(stop.begins.cancelled());
-        // hyper has a limit for a head, and none for the first bytes, from which it tells the protocol.
         let mut is_registered = false;
         poll_fn(|context| {
             if let Poll::Ready(ended) = served.as_mut().poll(context) {
                 return Poll::Ready(Some(ended));
             }
-            if !has_asked.load(Ordering::Relaxed) && first_request.as_mut().poll(context).is_ready()
-            {
-                return Poll::Ready(Some(Err("no request came".into())));
+            // hyper has a limit for a head of HTTP/1.1, and none for the first bytes, from which it tells the protocol, and for HTTP/2.
+            let has_asked = has_asked.load(Ordering::Relaxed);
+            let is_unlimited = !has_asked || is_http2.load(Ordering::Relaxed);
+            if is_unlimited && patience.as_mut().poll(context).is_ready() {
+                return Poll::Ready(match has_asked {
+                    true => None,
+                    false => Some(Err("no request came".into())),
+                });
             }
             // A look at the token takes a lock that all connections share, so it is not taken with every event:
             // once, to be woken by it, and again when the gateway drains, which is what comes before the stop.
@@ -264,5 +268,108 @@ where
         }
     }
     connection.as_mut().graceful_shutdown();
-    wire.watch(connection.as_mut()).await
+    loop {
+        let served = wire.watch(connection.as_mut());
+        if let Ok(ended) = tokio::time::timeout(CLIENT_STALLED_MAX, served).await {
+            return ended;
+        }
+        if !wire.was_at_work() {
+            return Err("the client took nothing of what was left for it".into());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use bytes::Bytes;
+    use http::StatusCode;
+    use http_body_util::{BodyExt, Empty};
+    use hyper::client::conn::http2::{Builder, SendRequest};
+    use hyper_util::rt::{TokioExecutor, TokioIo};
+    use llmgw_plugins::{Policies, PolicyOptions};
+    use tokio::io::duplex;
+    use tokio::task::JoinHandle;
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+    use crate::config;
+    use crate::telemetry::{Telemetry, log};
+
+    /// No test waits longer.
+    const LONG: Duration = Duration::from_secs(3_600);
+
+    fn serving() -> Serving {
+        let text = "models: [{name: m, endpoints: [{url: 'http://127.0.0.1:9'}]}]\n".to_owned();
+        let config = config::parse(Path::new("llmgw.yaml"), text, &|_| None).expect("it is one");
+        let policies = Policies::open(PolicyOptions::default()).expect("the built-in ones load");
+        let telemetry = Telemetry::start(log::LogFormat::Text);
+        Serving {
+            tls: None,
+            room: ClientRoom::new(8, &telemetry.metrics),
+            builders: Builders::new(),
+            gateway: Gateway::new(config, policies, telemetry),
+            stop: Stop::default(),
+        }
+    }
+
+    /// An HTTP/2 client with this room for each answer, and the end of its connection.
+    async fn http2_client(room_bytes: u32) -> (SendRequest<Empty<Bytes>>, JoinHandle<()>) {
+        let (client, server) = duplex(64 * 1024);
+        tokio::spawn(async move {
+            let serving = serving();
+            let wire = Wire::of_a_test();
+            let io = ClientIo::new(server, wire.clone());
+            let patience = Box::pin(serving.room.patience(wire.clone()));
+            let _ = drive(io, wire, &serving.builders.either, &serving, patience).await;
+        });
+        let (sender, connection) = Builder::new(TokioExecutor::new())
+            .initial_stream_window_size(room_bytes)
+            .handshake(TokioIo::new(client))
+            .await
+            .unwrap();
+        let ended = tokio::spawn(async move {
+            let _ = connection.await;
+        });
+        (sender, ended)
+    }
+
+    fn request() -> Request<Empty<Bytes>> {
+        let request = Request::get("http://gateway/nowhere");
+        request.body(Empty::new()).unwrap()
+    }
+
+    /// What it takes until the connection ends, in whole seconds.
+    async fn seconds_until(ended: JoinHandle<()>) -> u64 {
+        let since = Instant::now();
+        let ended = timeout(LONG, ended).await;
+        ended.expect("it is still connected").unwrap();
+        since.elapsed().as_secs()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_http2_client_that_asks_for_nothing_any_more_is_let_go() {
+        let (mut sender, ended) = http2_client(64 * 1024).await;
+        for _ in 0..3 {
+            let answer = sender.send_request(request()).await.unwrap();
+            assert_eq!(answer.status(), StatusCode::NOT_FOUND);
+            answer.into_body().collect().await.unwrap();
+            tokio::time::sleep(Duration::from_secs(60)).await;
+        }
+        // It was silent for 60 s already.
+        let waited = seconds_until(ended).await;
+        assert!((15..=25).contains(&waited), "{waited} s");
+        drop(sender);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_http2_client_that_never_reads_its_answer_is_let_go_too() {
+        let (mut sender, ended) = http2_client(1).await;
+        let unread = sender.send_request(request()).await.unwrap();
+        let waited = seconds_until(ended).await;
+        let limit = 75 + CLIENT_STALLED_MAX.as_secs();
+        assert!((limit..=limit + 10).contains(&waited), "{waited} s");
+        drop((sender, unread));
+    }
 }
