@@ -8,20 +8,27 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::oneshot;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::body::{ClientBody, Unfinished};
 use super::client_io::AtWork;
 use super::stalled;
 
+/// What is smaller finds room in the client's socket, or nearly so, and is worth no allocation to know when it was sent.
+const LARGE_BYTES: usize = 16 * 1024;
+
 /// A response body as a connection sends it.
 pub struct Outgoing {
     state: State,
     at_work: AtWork,
+    /// Also held by large pieces that hyper has taken and not sent.
+    unsent: Arc<TaskTrackerToken>,
     is_http2: bool,
 }
 
@@ -43,29 +50,44 @@ pub struct Leaving(oneshot::Receiver<Infallible>);
 /// The same bytes, and how to wait until nobody holds them any more.
 pub fn leaving(bytes: Bytes) -> (Bytes, Leaving) {
     let (end, left) = oneshot::channel();
-    let owned = Owned { bytes, _end: end };
+    let owned = Owned { bytes, _held: end };
     (Bytes::from_owner(owned), Leaving(left))
 }
 
-struct Owned {
+struct Owned<T> {
     bytes: Bytes,
-    /// Its drop is the word.
-    _end: oneshot::Sender<Infallible>,
+    /// Its drop is the word that the bytes are gone.
+    _held: T,
 }
 
-impl AsRef<[u8]> for Owned {
+impl<T> AsRef<[u8]> for Owned<T> {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
 }
 
 impl Outgoing {
-    pub fn new(answer: ClientBody, at_work: AtWork, is_http2: bool) -> Outgoing {
+    /// `unsent` counts the request for as long as anything of the answer is here or unsent.
+    pub fn new(
+        answer: ClientBody,
+        at_work: AtWork,
+        unsent: TaskTrackerToken,
+        is_http2: bool,
+    ) -> Outgoing {
         Outgoing {
             state: State::Answer(answer),
             at_work,
+            unsent: Arc::new(unsent),
             is_http2,
         }
+    }
+
+    fn held_until_sent(&self, bytes: Bytes) -> Bytes {
+        if bytes.len() < LARGE_BYTES {
+            return bytes;
+        }
+        let _held = self.unsent.clone();
+        Bytes::from_owner(Owned { bytes, _held })
     }
 
     /// What comes after the last frame of an answer that failed. The answer, and what it holds of an engine, is let go.
@@ -98,10 +120,12 @@ impl Body for Outgoing {
                     stalled::waits_for_engine();
                     match ready!(Pin::new(answer).poll_frame(context)) {
                         Some(Err(unfinished)) => outgoing.cut(unfinished),
-                        other => {
+                        Some(Ok(frame)) => {
                             stalled::waits_for_client();
-                            return Poll::Ready(other);
+                            let frame = frame.map_data(|bytes| outgoing.held_until_sent(bytes));
+                            return Poll::Ready(Some(Ok(frame)));
                         }
+                        None => return Poll::Ready(None),
                     }
                 }
                 State::Leaving { event, unfinished } => {
@@ -144,6 +168,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
     use tokio::sync::oneshot::error::TryRecvError;
     use tokio::time::Instant;
+    use tokio_util::task::TaskTracker;
 
     use super::*;
     use crate::gateway::client_io::{ClientIo, Wire};
@@ -181,25 +206,28 @@ mod tests {
         (ClientBody::Held(Box::new(held)), let_go)
     }
 
-    /// Serves one answer to whoever asks at the other end of the pipe.
-    fn serve(pipe: DuplexStream, is_http2: bool, answer: ClientBody) {
+    /// Serves one answer to whoever asks at the other end of the pipe; empty when it was sent.
+    fn serve(pipe: DuplexStream, is_http2: bool, answer: ClientBody) -> TaskTracker {
+        let unsent = TaskTracker::new();
+        unsent.close();
         let wire = Wire::of_a_test();
         let io = ClientIo::new(pipe, wire.clone());
-        let answer = Mutex::new(Some(answer));
+        let once = Mutex::new(Some((answer, unsent.token())));
         let service = service_fn(move |_| {
-            let answer = answer.lock().unwrap().take().expect("one request");
-            let body = Outgoing::new(answer, wire.begin(), is_http2);
+            let (answer, token) = once.lock().unwrap().take().expect("one request");
+            let body = Outgoing::new(answer, wire.begin(), token, is_http2);
             async move { Ok::<_, Infallible>(Response::new(body)) }
         });
         tokio::spawn(async move {
             let _ = connection_builder().serve_connection(io, service).await;
         });
+        unsent
     }
 
     /// An answer at an HTTP/2 client that makes no more room than for so many bytes until it reads.
-    async fn ask_over_http2(room_bytes: usize, answer: ClientBody) -> Incoming {
+    async fn ask_over_http2(room_bytes: usize, answer: ClientBody) -> (Incoming, TaskTracker) {
         let (client, server) = duplex(64 * 1024);
-        serve(server, true, answer);
+        let unsent = serve(server, true, answer);
         let (mut sender, connection) =
             hyper::client::conn::http2::Builder::new(TokioExecutor::new())
                 .initial_stream_window_size(room_bytes as u32)
@@ -210,7 +238,8 @@ mod tests {
         let request = Request::get("http://x/")
             .body(Empty::<Bytes>::new())
             .unwrap();
-        sender.send_request(request).await.unwrap().into_body()
+        let answer = sender.send_request(request).await.unwrap();
+        (answer.into_body(), unsent)
     }
 
     /// Reads a stream that has no proper end: its text, and how it was reset.
@@ -243,7 +272,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn over_http2_the_error_event_reaches_a_client_that_reads_late_and_then_the_stream_is_reset()
      {
-        let answer = ask_over_http2(ROOM_BYTES, failed()).await;
+        let (answer, _) = ask_over_http2(ROOM_BYTES, failed()).await;
         tokio::time::sleep(LATE).await;
         let (text, error) = read(answer).await;
         assert!(text.contains("the engine is gone"), "{text}: {error}");
@@ -253,7 +282,7 @@ mod tests {
     async fn over_http2_a_client_that_stops_reading_has_its_stream_reset_and_its_engine_let_go() {
         let (answer, let_go) = endless();
         let started = Instant::now();
-        let answer = ask_over_http2(ROOM_BYTES, answer).await;
+        let (answer, _) = ask_over_http2(ROOM_BYTES, answer).await;
         let ended = tokio::time::timeout(CLIENT_STALLED_MAX * 2, let_go).await;
         assert!(ended.is_ok(), "the engine is still held");
         let waited = started.elapsed().as_secs();
@@ -267,7 +296,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn over_http2_a_client_that_reads_now_and_then_keeps_its_stream() {
         let (answer, mut let_go) = endless();
-        let mut answer = ask_over_http2(KEEPALIVE_COMMENT.len(), answer).await;
+        let (mut answer, _) = ask_over_http2(KEEPALIVE_COMMENT.len(), answer).await;
         for _ in 0..10 {
             tokio::time::sleep(LATE).await;
             assert!(answer.frame().await.unwrap().is_ok());
@@ -279,11 +308,44 @@ mod tests {
     async fn over_http2_a_client_that_stops_reading_does_not_hold_the_end_of_a_failed_stream() {
         // The event finds no room, or it is sent but for its end.
         for room_bytes in [KEEPALIVE_COMMENT.len(), ROOM_BYTES] {
-            let answer = ask_over_http2(room_bytes, failed()).await;
+            let (answer, _) = ask_over_http2(room_bytes, failed()).await;
             tokio::time::sleep(CLIENT_STALLED_MAX * 2 + LATE).await;
             let (text, error) = read(answer).await;
             assert_eq!(text.len(), room_bytes, "{text}");
             assert!(error.contains("CANCEL"), "{error}");
         }
+    }
+
+    /// More than hyper and the pipe hold.
+    const WHOLE_BYTES: usize = 1024 * 1024;
+
+    fn large() -> ClientBody {
+        ClientBody::full(vec![b'x'; WHOLE_BYTES].into())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn over_http1_a_large_answer_is_unsent_until_its_client_has_read_it() {
+        let (mut client, server) = duplex(ROOM_BYTES);
+        let unsent = serve(server, false, large());
+        client
+            .write_all(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            .await
+            .unwrap();
+        tokio::time::sleep(LATE).await;
+        assert_eq!(unsent.len(), 1);
+        let mut text = Vec::new();
+        client.read_to_end(&mut text).await.unwrap();
+        assert!(text.len() > WHOLE_BYTES);
+        unsent.wait().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn over_http2_a_large_answer_is_unsent_until_its_client_has_read_it() {
+        let (answer, unsent) = ask_over_http2(ROOM_BYTES, large()).await;
+        tokio::time::sleep(LATE).await;
+        assert_eq!(unsent.len(), 1);
+        let read = answer.collect().await.unwrap().to_bytes();
+        assert_eq!(read.len(), WHOLE_BYTES);
+        unsent.wait().await;
     }
 }

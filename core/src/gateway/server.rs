@@ -223,9 +223,11 @@ where
         // request was handled long ago, needs no more. A box is freed with it.
         let handling = Box::pin(request::handle(gateway.clone(), request));
         let at_work = wire.begin();
+        let unsent = gateway.telemetry.at_work.token();
         async move {
             let answer = handling.await;
-            Ok::<_, Infallible>(answer.map(|body| Outgoing::new(body, at_work, version_is_2)))
+            let outgoing = |body| Outgoing::new(body, at_work, unsent, version_is_2);
+            Ok::<_, Infallible>(answer.map(outgoing))
         }
     });
     let connection = builder.serve_connection(io, service);

@@ -16,7 +16,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio_util::task::TaskTracker;
-use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use access::{AccessRecord, Outcome};
 use buffer::AccessLog;
@@ -30,7 +29,8 @@ pub struct Telemetry {
     /// Also read by the admin listener.
     pub metrics: Arc<Metrics>,
     access: AccessLog,
-    /// Requests whose records are open: what a shutdown waits for.
+    /// Requests that came and whose answers are not sent: what a shutdown waits for. Their connections hold its tokens, longer than their
+    /// records are open.
     pub at_work: TaskTracker,
 }
 
@@ -59,7 +59,6 @@ impl Telemetry {
             account: None,
             started: Instant::now(),
             record,
-            _at_work: self.at_work.token(),
         }
     }
 
@@ -78,8 +77,6 @@ pub struct OpenRecord {
     account: Option<Arc<TenantAccount>>,
     started: Instant,
     record: AccessRecord,
-    /// Held for its Drop.
-    _at_work: TaskTrackerToken,
 }
 
 impl OpenRecord {
