@@ -78,10 +78,11 @@ impl Wire {
         self.at_work.load(Ordering::Acquire) > 0 || self.has_answered.swap(false, Ordering::Relaxed)
     }
 
-    /// Ends the connection when all that was written to it has left. To be said within a turn of the connection's own task, which
-    /// flushes at the end of each.
-    pub fn cut_when_flushed(&self) {
+    /// Ends the connection when all that was written to it has left. To be said within a turn of the connection's own task: it flushes in each,
+    /// but in this one perhaps has done so, hence the next.
+    pub fn cut_when_flushed(&self, context: &Context<'_>) {
         self.is_cut.store(true, Ordering::Relaxed);
+        context.waker().wake_by_ref();
     }
 
     /// Runs a connection to its end, or until its client turns out to have left. The caller keeps the

@@ -91,9 +91,9 @@ impl Outgoing {
     }
 
     /// What comes after the last frame of an answer that failed. The answer, and what it holds of an engine, is let go.
-    fn cut(&mut self, mut unfinished: Unfinished) {
+    fn cut(&mut self, mut unfinished: Unfinished, context: &Context<'_>) {
         if !self.is_http2 {
-            self.at_work.cut_when_flushed();
+            self.at_work.cut_when_flushed(context);
             self.state = State::Cut;
             return;
         }
@@ -119,7 +119,7 @@ impl Body for Outgoing {
                 State::Answer(answer) => {
                     stalled::waits_for_engine();
                     match ready!(Pin::new(answer).poll_frame(context)) {
-                        Some(Err(unfinished)) => outgoing.cut(unfinished),
+                        Some(Err(unfinished)) => outgoing.cut(unfinished, context),
                         Some(Ok(frame)) => {
                             stalled::waits_for_client();
                             let frame = frame.map_data(|bytes| outgoing.held_until_sent(bytes));
@@ -157,7 +157,10 @@ impl Body for Outgoing {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Wake, Waker};
     use std::time::Duration;
 
     use http::{Request, Response};
@@ -183,6 +186,15 @@ mod tests {
     const LATE: Duration = Duration::from_secs(200);
     /// Less than the comment and the error event take.
     const ROOM_BYTES: usize = 16;
+
+    #[derive(Default)]
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
 
     /// A stream that fails at once, after its comment: the shortest.
     fn failed() -> ClientBody {
@@ -267,6 +279,25 @@ mod tests {
         client.read_to_string(&mut text).await.unwrap();
         assert!(text.contains("the engine is gone"), "{text}");
         assert!(!text.contains("\r\n0\r\n"), "it has no proper end: {text}");
+    }
+
+    #[tokio::test]
+    async fn over_http1_a_connection_that_flushed_before_the_cut_has_another_turn_to_end_in() {
+        let token = TaskTracker::new().token();
+        let mut body = pin!(Outgoing::new(
+            failed(),
+            Wire::of_a_test().begin(),
+            token,
+            false
+        ));
+        for _ in 0..2 {
+            assert!(body.frame().await.unwrap().is_ok(), "a comment, the event");
+        }
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(woken.clone());
+        let polled = body.as_mut().poll_frame(&mut Context::from_waker(&waker));
+        assert!(polled.is_pending());
+        assert!(woken.0.load(Ordering::Relaxed));
     }
 
     #[tokio::test(start_paused = true)]
