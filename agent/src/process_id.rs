@@ -28,6 +28,8 @@ pub struct Stat {
     pub parent: u32,
     pub group: u32,
     pub session: u32,
+    /// Those that run, and the first one for as long as it is not reaped.
+    pub threads: u32,
     /// Clock ticks after boot.
     pub start_ticks: u64,
 }
@@ -82,13 +84,19 @@ impl Stat {
             parent: number(&fields, 1, "ppid")?,
             group: number(&fields, 2, "pgrp")?,
             session: number(&fields, 3, "session")?,
+            threads: number(&fields, 17, "num_threads")?,
             start_ticks: number(&fields, 19, "starttime")?,
         })
     }
 
-    /// A zombie has ended, and so has `X`: nothing of it runs any more.
+    /// A zombie has ended, and so has `X`: nothing of it runs any more. The state is the first thread's, though: while another one
+    /// is left, all that the process holds is still held.
     pub fn is_alive(&self) -> bool {
-        !matches!(self.state, 'Z' | 'X' | 'x')
+        match self.state {
+            'X' | 'x' => false,
+            'Z' => self.threads > 1,
+            _ => true,
+        }
     }
 }
 
@@ -165,6 +173,15 @@ mod tests {
     }
 
     #[test]
+    fn a_process_whose_first_thread_ended_lives_until_the_last_one_has() {
+        for (state, threads, alive) in [('Z', 3, true), ('Z', 1, false), ('X', 3, false)] {
+            let line =
+                format!("7 (x) {state} 1 7 7 0 -1 4194560 0 0 0 0 0 0 0 0 20 0 {threads} 0 100 0");
+            assert_eq!(Stat::parse(&line).unwrap().is_alive(), alive, "{line}");
+        }
+    }
+
+    #[test]
     fn a_number_that_was_used_again_has_another_start() {
         let (engine, other) = (recorded("vllm-api.stat"), recorded("pid-reused.stat"));
         assert_eq!(
@@ -194,7 +211,8 @@ mod tests {
             ("", "comm"),
             ("1 (x)", "state"),
             ("1 (x) S", "ppid"),
-            ("1 (x) S 1 2 3 0 -1", "starttime"),
+            ("1 (x) S 1 2 3 0 -1", "num_threads"),
+            ("1 (x) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 1", "starttime"),
         ] {
             assert_eq!(Stat::parse(line), Err(StatError { field }), "{line}");
         }

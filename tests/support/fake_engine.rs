@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use fake_engine::{Kind, Options, start};
+use nix::libc;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// A grandchild that nobody killed ends by itself after this many seconds.
@@ -57,6 +58,9 @@ struct Args {
     /// Leave a process behind, in a session of its own.
     #[arg(long)]
     grandchild: bool,
+    /// Serve from a second thread and end the first one: the process looks like a zombie, and goes on.
+    #[arg(long)]
+    end_first_thread: bool,
     /// Idle connections are closed after this many seconds.
     #[arg(long, default_value_t = 5.0)]
     keepalive_s: f64,
@@ -83,12 +87,29 @@ fn main() -> ExitCode {
         be_grandchild();
         return ExitCode::SUCCESS;
     }
-    match run(&args) {
-        Ok(()) => ExitCode::SUCCESS,
+    if args.end_first_thread {
+        end_first_thread(args);
+    }
+    ExitCode::from(status(&args))
+}
+
+/// Serves, and says with which status to exit then.
+fn status(args: &Args) -> u8 {
+    match run(args) {
+        Ok(()) => 0,
         Err(error) => {
             eprintln!("fake-engine: {error}");
-            ExitCode::FAILURE
+            1
         }
+    }
+}
+
+/// Goes on in a second thread; the process ends with that one.
+fn end_first_thread(args: Args) -> ! {
+    std::thread::spawn(move || std::process::exit(i32::from(status(&args))));
+    loop {
+        // SAFETY: it ends this thread alone, and nothing on its stack is anybody else's.
+        unsafe { libc::syscall(libc::SYS_exit, 0) };
     }
 }
 

@@ -1,6 +1,7 @@
 //! One shard, one task: what the machine decides is done here, and what happens is told to the machine.
 
 mod begin;
+mod end;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::SupervisorOptions;
 use super::board::Board;
 use super::cgroup::ShardCgroup;
-use super::ending::{self, Force, Scan};
+use super::ending::Force;
 use super::logs::LogTail;
 use super::logs::output::Output;
 use super::machine::{Action, Event, Kind, Life, Plan, Remnant};
@@ -30,9 +31,6 @@ const EVENTS_MAX: usize = 64;
 const STATUS_TAIL_LINES: usize = 50;
 /// And their text: a registration carries many statuses in one message.
 const STATUS_TAIL_MAX_BYTES: usize = 16 * 1024;
-
-/// How long a process that is dead may take to be reaped.
-const REAP_MAX: Duration = Duration::from_secs(5);
 
 /// What all shards of a supervisor share.
 pub struct Context {
@@ -227,6 +225,7 @@ impl ShardTask {
                 _ = reads.tick() => None,
             };
             actions = match event {
+                Some(Event::Gone) => self.gone().await,
                 Some(event) => self.step(event).await,
                 None => {
                     self.read_output();
@@ -234,13 +233,6 @@ impl ShardTask {
                     Vec::new()
                 }
             };
-        }
-    }
-
-    /// Its processes have ended; whoever was their parent has to say so, or they stay as zombies.
-    async fn reap(&mut self) {
-        for exit in &mut self.exits {
-            let _ = tokio::time::timeout(REAP_MAX, &mut exit.0).await;
         }
     }
 
@@ -312,51 +304,11 @@ impl ShardTask {
             }
             Action::Terminate => self.end(Force::Terminate),
             Action::Kill => self.end(Force::Kill),
-            Action::Release => {
-                let shard = self.handle.spec.shard.clone();
-                let gpus = self.context.options.gpus.clone();
-                let uuids = self.handle.spec.gpus.clone();
-                let free = ending::until_free(shard, uuids, gpus, self.sender.clone());
-                self.ending = Some(Background(tokio::spawn(free)));
-            }
+            Action::Release => self.release(),
             Action::Report => self.report(),
             Action::Forget => self.forget().await,
         }
         None
-    }
-
-    fn end(&mut self, force: Force) {
-        let (look_now, sender) = (self.look_now.clone(), self.sender.clone());
-        let gone = ending::until_gone(self.scan(), force, look_now, sender);
-        self.ending = Some(Background(tokio::spawn(gone)));
-    }
-
-    fn scan(&self) -> Scan {
-        let traces = self.handle.traces.lock();
-        Scan {
-            proc: self.context.options.proc_root.clone(),
-            traces: traces.unwrap_or_else(PoisonError::into_inner).clone(),
-            cgroup: self.cgroup.clone(),
-        }
-    }
-
-    /// Without a control group, members that move away are known only if they were seen before they did.
-    async fn remember(&mut self) {
-        let every = self.context.options.pace.remember;
-        if self.cgroup.is_some() || self.ending.is_some() || self.remembered.elapsed() < every {
-            return;
-        }
-        self.remembered = Instant::now();
-        let mut scan = self.scan();
-        let looked = tokio::task::spawn_blocking(move || scan.look().map(|_| scan.traces.seen));
-        if let Ok(Ok(seen)) = looked.await {
-            let mut traces = self
-                .handle
-                .traces
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            traces.seen = seen;
-        }
     }
 
     fn share_traces(&self) {

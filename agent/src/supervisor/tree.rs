@@ -45,7 +45,7 @@ pub struct Traces {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
     pub id: ProcessId,
-    /// `D`: it waits in the kernel, and no signal ends it.
+    /// Of its first thread. `D`: it waits in the kernel, and no signal ends it. `Z`: that one has ended, and others have not.
     pub state: char,
 }
 
@@ -272,6 +272,7 @@ mod tests {
                     parent,
                     group: session,
                     session,
+                    threads: 1,
                     start_ticks,
                 };
                 (pid, stat)

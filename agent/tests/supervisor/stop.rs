@@ -1,10 +1,12 @@
 //! The end of a shard: asked for, forced, resisted; and what it held is given back.
 
 use std::io::Write;
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use llmgw_agent::process_id::read_stat;
 use llmgw_agent::supervisor::gpu::{GpuFact, GpuFacts};
 use llmgw_agent::supervisor::{StartInstant, Supervisor, SupervisorError, cgroup};
 use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
@@ -104,6 +106,26 @@ async fn a_forced_stop_and_a_frozen_engine_need_no_patience() {
     node.supervisor.stop_shard("m/1/0", false);
     let stopped = node.until_state("m/1/0", ShardState::Stopped).await;
     assert_eq!(stopped.exit, Some(Exit::Status(0)));
+}
+
+#[tokio::test]
+async fn an_engine_whose_first_thread_has_ended_runs_until_it_is_stopped() {
+    let mut node = Node::start().await;
+    let spec = engine(SHARD, &["--end-first-thread"]);
+    let address = ("127.0.0.1", spec.ports[0]);
+    node.supervisor.start_shard(spec);
+    node.until_state(SHARD, ShardState::Ready).await;
+    let pid = node.pid(SHARD);
+    eventually("the first thread's end", || {
+        let stat = read_stat(PROC.as_ref(), pid).unwrap();
+        stat.is_some_and(|stat| stat.state == 'Z')
+    })
+    .await;
+    node.restart().await;
+    node.until_state(SHARD, ShardState::Ready).await;
+    node.supervisor.stop_shard(SHARD, false);
+    node.until_state(SHARD, ShardState::Stopped).await;
+    assert!(TcpStream::connect(address).is_err(), "it still listens");
 }
 
 #[tokio::test]
