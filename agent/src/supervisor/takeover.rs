@@ -17,10 +17,12 @@ use super::adopt::{self, Verdict};
 use super::board::Board;
 use super::cgroup::{self, ShardCgroup};
 use super::ending::{self, Scan};
-use super::machine::Remnant;
+use super::machine::{Reason, Remnant};
 use super::process::Process;
 use super::shard::Context;
-use super::spec_store::{Asked, Record, SetAside, SpecStore, directory_name, shard_of};
+use super::spec_store::{
+    Asked, Record, RecordedProcess, SetAside, SpecStore, directory_name, shard_of,
+};
 use super::tree::{ProcessTable, Traces, read_environ};
 use super::{SupervisorError, SupervisorOptions};
 use crate::process_id::ProcessId;
@@ -185,11 +187,19 @@ fn take_over_shard(
             }
         }
     }
-    if remnant == Remnant::Untouched {
-        // A process that was never confirmed may have left something behind all the same.
-        let scan = scan(context, &record);
-        kill(scan, &record.spec.shard, adopted);
-        record.processes.clear();
+    match remnant {
+        Remnant::Untouched => {
+            // A process that was never confirmed may have left something behind all the same.
+            let scan = scan(context, &record);
+            kill(scan, &record.spec.shard, adopted);
+            record.processes.clear();
+        }
+        Remnant::Runs { next, .. } => {
+            if let Err(reason) = end_interrupted(context, &mut record, next, adopted) {
+                remnant = Remnant::Broken(reason);
+            }
+        }
+        Remnant::Broken(_) => {}
     }
     if let Err(error) = context.store.save(&record) {
         tracing::error!(shard = record.spec.shard, %error, "what was taken over can't be put on record");
@@ -212,6 +222,48 @@ fn take_over_shard(
         remnant,
         alive: held,
     }
+}
+
+/// Ends what was forked for the commands from `next` on, which are started anew. Such a child may have been let through its gate at
+/// the agent's last instant, and not have executed the engine yet: it would be a second one.
+///
+/// # Errors
+/// Where it does not end.
+fn end_interrupted(
+    context: &Context,
+    record: &mut Record,
+    next: usize,
+    adopted: &mut Vec<Adopted>,
+) -> Result<(), Reason> {
+    let interrupted = |process: &&RecordedProcess| process.command >= next;
+    let ids: Vec<ProcessId> = record
+        .processes
+        .iter()
+        .filter(interrupted)
+        .map(RecordedProcess::id)
+        .collect();
+    if ids.is_empty() {
+        return Ok(());
+    }
+    let proc = &context.options.proc_root;
+    let scan = Scan {
+        proc: proc.clone(),
+        // No shard, whose other processes are to live: the leaders, their sessions and what descends from them.
+        traces: traces(context, "", ids.clone()),
+        cgroup: None,
+    };
+    kill(scan, &record.spec.shard, adopted);
+    for id in ids {
+        if id.is_alive(proc).unwrap_or(true) {
+            let text = format!(
+                "process {} was being started when the agent ended, and SIGKILL did not end it",
+                id.pid
+            );
+            return Err(Reason::new("start_interrupted", text));
+        }
+    }
+    record.processes.retain(|process| process.command < next);
+    Ok(())
 }
 
 /// It runs: an agent that died at its start did not come to write that down.

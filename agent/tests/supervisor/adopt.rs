@@ -21,19 +21,30 @@ const SHARD: &str = "m/0/0";
 
 /// As an agent that started `id` for the shard's only command would have left it.
 fn leave(directory: &Directory, spec: &ShardSpec, id: &ProcessId) {
+    leave_all(directory, spec, &[(id, true)]);
+}
+
+/// The same with a process for each command, and whether it was seen executing.
+fn leave_all(directory: &Directory, spec: &ShardSpec, processes: &[(&ProcessId, bool)]) {
+    let processes = processes
+        .iter()
+        .enumerate()
+        .map(|(command, (id, confirmed))| {
+            json!({
+                "command": command,
+                "pid": id.pid,
+                "start_ticks": id.start_ticks,
+                "boot_id": id.boot_id,
+                "confirmed": confirmed,
+                "done": false,
+            })
+        });
     let record = json!({
         "version": 1,
         "spec": spec,
         "asked": "run",
         "ready": true,
-        "processes": [{
-            "command": 0,
-            "pid": id.pid,
-            "start_ticks": id.start_ticks,
-            "boot_id": id.boot_id,
-            "confirmed": true,
-            "done": false,
-        }],
+        "processes": processes.collect::<Vec<_>>(),
         "cgroup": null,
     });
     let path = record_path(&directory.0, &spec.shard);
@@ -334,6 +345,39 @@ async fn a_sidecar_that_runs_and_a_server_that_was_never_started_go_on_together(
     node.restart().await;
     assert_eq!(outcome(&node), &Outcome::Adopted { pids: vec![pid] });
     let _listener = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
+    node.until_state(SHARD, ShardState::Ready).await;
+    assert_eq!(node.processes(SHARD).len(), 2);
+}
+
+#[tokio::test]
+async fn a_child_that_was_let_through_its_gate_at_the_agents_last_instant_is_no_second_copy() {
+    let directory = Directory::new();
+    let state = state_dir(&directory.0);
+    let ours = [("LLMGW_SHARD", SHARD), ("LLMGW_STATE", &state)];
+    // The second one has the agent's environment as long as it has not executed the server.
+    let (runs, executes) = (Bystander::start(&ours), Bystander::start(&[]));
+    let mut sidecar = script("exec sleep 600");
+    sidecar.sidecar = true;
+    let spec = silent(SHARD, vec![sidecar, script("exec sleep 600")]);
+    leave_all(
+        &directory,
+        &spec,
+        &[(&runs.id(), true), (&executes.id(), false)],
+    );
+    let mut node = node_over(directory).await;
+    assert!(runs.is_alive() && !executes.is_alive());
+    let killed = Outcome::Killed {
+        pids: vec![executes.0.id()],
+    };
+    let adopted = Outcome::Adopted {
+        pids: vec![runs.0.id()],
+    };
+    let outcomes: Vec<&Outcome> = node
+        .adopted
+        .iter()
+        .map(|adopted| &adopted.outcome)
+        .collect();
+    assert_eq!(outcomes, [&killed, &adopted]);
     node.until_state(SHARD, ShardState::Ready).await;
     assert_eq!(node.processes(SHARD).len(), 2);
 }
