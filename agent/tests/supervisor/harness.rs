@@ -1,7 +1,7 @@
 //! One node for a test: a supervisor, its state directory, and every process of it gone afterwards.
 
 use std::collections::BTreeMap;
-use std::net::TcpListener;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use llmgw_agent::supervisor::{
     Adopted, EngineAllowance, Pace, StatusChanges, Supervisor, SupervisorOptions,
 };
 use llmgw_proto::shard::{Readiness, ShardCommand, ShardSpec, ShardState, ShardStatus};
+use tokio::net::TcpSocket;
 
 /// How long anything that must happen may take.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -267,7 +268,10 @@ pub fn free_port() -> u16 {
     for _ in 0..10_000 {
         let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(61);
         let port = u16::try_from(20_000 + number % 12_000).unwrap();
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+        // Not to listen: a child that another test's supervisor forks meanwhile has a copy, and would keep the port for a while.
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_reuseaddr(true).unwrap();
+        if socket.bind((Ipv4Addr::LOCALHOST, port).into()).is_ok() {
             return port;
         }
     }

@@ -3,8 +3,10 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
-use std::net::TcpListener;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::Path;
+
+use tokio::net::TcpSocket;
 
 /// The state of a listening socket in `/proc/net/tcp`.
 const LISTENING: &str = "0A";
@@ -24,10 +26,28 @@ impl PortOwner {
     }
 }
 
-/// Listens for a moment. With SO_REUSEADDR (the standard library sets it), so that connections of an engine that just left
-/// don't count.
+/// Whether one could listen there.
 pub fn try_to_listen(host: &str, port: u16) -> io::Result<()> {
-    TcpListener::bind((host, port)).map(drop)
+    let mut refused = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in (host, port).to_socket_addrs()? {
+        match bind(address) {
+            Ok(_) => return Ok(()),
+            Err(error) => refused = error,
+        }
+    }
+    Err(refused)
+}
+
+/// With SO_REUSEADDR, so that connections of an engine that just left don't count; whoever listens does. It does not listen itself: a
+/// child that is forked meanwhile has a copy until it executes, and the port would stay taken as long.
+fn bind(address: SocketAddr) -> io::Result<TcpSocket> {
+    let socket = match address {
+        SocketAddr::V4(_) => TcpSocket::new_v4(),
+        SocketAddr::V6(_) => TcpSocket::new_v6(),
+    }?;
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    Ok(socket)
 }
 
 /// Who listens on a port, on any address. `None`: nobody, or it is not for us to see.
@@ -72,6 +92,9 @@ fn listening(table: &str, port: u16) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
@@ -97,5 +120,17 @@ mod tests {
         );
         drop(listener);
         try_to_listen("127.0.0.1", port).unwrap();
+    }
+
+    #[test]
+    fn a_port_that_was_looked_at_is_free_although_a_child_has_a_copy_of_the_socket() {
+        let socket = bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = socket.local_addr().unwrap();
+        // What a fork does to every descriptor.
+        let copy = socket.as_fd().try_clone_to_owned().unwrap();
+        drop(socket);
+        try_to_listen("127.0.0.1", address.port()).unwrap();
+        TcpListener::bind(address).unwrap();
+        drop(copy);
     }
 }
