@@ -258,6 +258,13 @@ async fn a_shutdown_leaves_engines_running_without_waiting_for_them_or_stops_the
 async fn a_start_that_hangs_keeps_the_next_agent_out_until_the_process_ends() {
     static GOES_ON: AtomicBool = AtomicBool::new(false);
     static HANGS: AtomicBool = AtomicBool::new(false);
+    /// The runtime waits for the thread that hangs, also where the test has failed.
+    struct LetGoOn;
+    impl Drop for LetGoOn {
+        fn drop(&mut self) {
+            GOES_ON.store(true, Ordering::Relaxed);
+        }
+    }
     let mut node = Node::with(|options| {
         options.at = Some(|instant| {
             HANGS.fetch_or(instant == StartInstant::Forked, Ordering::Relaxed);
@@ -267,13 +274,14 @@ async fn a_start_that_hangs_keeps_the_next_agent_out_until_the_process_ends() {
         });
     })
     .await;
+    let let_go_on = LetGoOn;
     node.supervisor.start_shard(engine(SHARD, &[]));
     node.until_state(SHARD, ShardState::Starting).await;
     eventually("the start hangs", || HANGS.load(Ordering::Relaxed)).await;
     node.supervisor.shutdown(false).await;
     let next = Supervisor::start(node.options.clone()).await;
     assert!(matches!(next, Err(SupervisorError::Locked { .. })));
-    GOES_ON.store(true, Ordering::Relaxed);
+    drop(let_go_on);
     // What is being started when a test ends would be left behind.
     eventually("it runs", || node.processes(SHARD).len() == 1).await;
 }
