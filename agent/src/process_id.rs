@@ -2,6 +2,7 @@
 //!
 //! What `/proc/PID/stat` looks like was recorded on Linux 6.1; see `tests/recordings/proc`.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::io;
@@ -9,6 +10,9 @@ use std::path::Path;
 
 /// `/proc/PID/stat` is one line of 52 fields and a name of at most 64 bytes.
 const STAT_MAX_BYTES: usize = 4 * 1024;
+
+/// The kernel's word for the group of a process that was reaped while its line was written.
+const REAPED: &str = "-1";
 
 /// A process for certain: one number at one time since one boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,6 +80,16 @@ impl Stat {
     pub fn parse(line: &str) -> Result<Stat, StatError> {
         let (_, fields) = line.rsplit_once(')').ok_or(StatError { field: "comm" })?;
         let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
+        if fields.get(2) == Some(&REAPED) {
+            return Ok(Stat {
+                state: 'X',
+                parent: 0,
+                group: 0,
+                session: 0,
+                threads: 0,
+                start_ticks: number(&fields, 19, "starttime")?,
+            });
+        }
         Ok(Stat {
             state: fields
                 .first()
@@ -111,6 +125,28 @@ pub fn read_stat(proc: &Path, pid: u32) -> io::Result<Option<Stat>> {
     };
     let line = String::from_utf8_lossy(&bytes[..bytes.len().min(STAT_MAX_BYTES)]);
     Stat::parse(&line).map(Some).map_err(io::Error::other)
+}
+
+/// The stats of every process below a proc directory. Those that end meanwhile are left out, and those that are not for us to see
+/// (`hidepid`): they are another user's.
+///
+/// # Errors
+/// Where one can't be read for any other reason: who asks must not take it for gone.
+pub fn read_stats(proc: &Path) -> io::Result<BTreeMap<u32, Stat>> {
+    let mut stats = BTreeMap::new();
+    for entry in fs::read_dir(proc)? {
+        let name = entry?.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else {
+            continue;
+        };
+        match read_stat(proc, pid) {
+            Ok(Some(stat)) => drop(stats.insert(pid, stat)),
+            Ok(None) => {}
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(stats)
 }
 
 /// "No such process", on every Linux.
@@ -179,6 +215,23 @@ mod tests {
                 format!("7 (x) {state} 1 7 7 0 -1 4194560 0 0 0 0 0 0 0 0 20 0 {threads} 0 100 0");
             assert_eq!(Stat::parse(&line).unwrap().is_alive(), alive, "{line}");
         }
+    }
+
+    #[test]
+    fn a_process_that_was_reaped_as_it_was_read_is_dead() {
+        let line = "7 (x) S 0 -1 -1 0 -1 4194560 0 0 0 0 0 0 0 0 20 0 0 0 100 0";
+        assert!(!Stat::parse(line).unwrap().is_alive());
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_is_not_taken_for_gone() {
+        let proc = std::env::temp_dir().join(format!("llmgw-stats-{}", std::process::id()));
+        fs::create_dir_all(proc.join("7")).unwrap();
+        assert_eq!(read_stats(&proc).unwrap(), [].into(), "no file: it ended");
+        fs::create_dir_all(proc.join("7/stat")).unwrap();
+        let error = read_stats(&proc).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::IsADirectory);
+        fs::remove_dir_all(proc).unwrap();
     }
 
     #[test]

@@ -324,17 +324,18 @@ impl Supervisor {
             let known = read.entry(pid).or_insert_with(|| read_environ(proc, pid));
             known.clone()
         };
-        let living = handles.iter().filter(|handle| !handle.is_over());
-        let own = living.flat_map(|handle| {
-            let (traces, is_grouped) = handle.traces();
+        let mut own = BTreeSet::new();
+        for handle in handles.iter().filter(|handle| !handle.is_over()) {
+            let (traces, is_grouped) = handle.traces()?;
             // What is in the group needs no other sign, and what could not be put there is in its leader's session.
-            match is_grouped {
+            let members = match is_grouped {
                 true => table.members(&traces, &|_| Environ::Other),
                 false => table.members(&traces, &environ),
-            }
-        });
+            };
+            own.extend(members.iter().map(|member| member.id.pid));
+        }
         Ok(Processes {
-            own: own.map(|member| member.id.pid).collect(),
+            own,
             living: table.living(),
         })
     }

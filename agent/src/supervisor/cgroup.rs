@@ -57,11 +57,11 @@ impl ShardCgroup {
         fs::write(self.directory.join("cgroup.kill"), "1")
     }
 
-    /// What is in it, zombies included.
-    pub fn pids(&self) -> Vec<u32> {
+    /// What is in it, zombies included. A group that is gone has nothing in it.
+    pub fn pids(&self) -> io::Result<Vec<u32>> {
         let mut pids = Vec::new();
-        collect(&self.directory, 0, &mut pids);
-        pids
+        collect(&self.directory, 0, &mut pids)?;
+        Ok(pids)
     }
 
     /// Gives the group back, those within it first. One that is not empty stays.
@@ -73,7 +73,8 @@ impl ShardCgroup {
 /// The groups in `root` of shards of this state directory, each with the shard's part of its name.
 pub fn of_state_dir(root: &Path, state_dir: &str) -> Vec<(String, ShardCgroup)> {
     let begin = format!("llmgw-{}", group_name(state_dir, ""));
-    let named = directories(root).into_iter().filter_map(|directory| {
+    let directories = directories(root).unwrap_or_default();
+    let named = directories.into_iter().filter_map(|directory| {
         let name = directory.file_name()?.to_str()?.strip_prefix(&begin)?;
         Some((name.to_owned(), ShardCgroup::open(&directory)?))
     });
@@ -107,19 +108,34 @@ fn root(own: &str, mount: &Path) -> PathBuf {
     delegated.unwrap_or(group)
 }
 
-fn collect(directory: &Path, depth: usize, pids: &mut Vec<u32>) {
-    let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
-    pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
+fn collect(directory: &Path, depth: usize, pids: &mut Vec<u32>) -> io::Result<()> {
+    match fs::read_to_string(directory.join("cgroup.procs")) {
+        Ok(text) => pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok())),
+        Err(error) if is_gone(&error) => return Ok(()),
+        // One of threads: their processes are listed by the group above.
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
+        Err(error) => return Err(error),
+    }
     if depth < DEPTH_MAX {
-        for inner in directories(directory) {
-            collect(&inner, depth + 1, pids);
+        let inner = match directories(directory) {
+            Err(error) if is_gone(&error) => Vec::new(),
+            inner => inner?,
+        };
+        for inner in inner {
+            collect(&inner, depth + 1, pids)?;
         }
     }
+    Ok(())
+}
+
+/// A group that was removed, before its file was opened or since.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV))
 }
 
 fn remove(directory: &Path, depth: usize) {
     if depth < DEPTH_MAX {
-        for inner in directories(directory) {
+        for inner in directories(directory).unwrap_or_default() {
             remove(&inner, depth + 1);
         }
     }
@@ -127,15 +143,15 @@ fn remove(directory: &Path, depth: usize) {
     let _ = fs::remove_dir(directory);
 }
 
-fn directories(directory: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(directory) else {
-        return Vec::new();
-    };
-    entries
-        .flatten()
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
-        .map(|entry| entry.path())
-        .collect()
+fn directories(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -179,7 +195,23 @@ mod tests {
         let root = std::env::temp_dir().join(format!("llmgw-cgroup-{}", std::process::id()));
         fs::create_dir_all(&root).unwrap();
         assert_eq!(ShardCgroup::make(&root, "a"), None);
-        assert_eq!(directories(&root), Vec::<PathBuf>::new());
+        assert_eq!(directories(&root).unwrap(), Vec::<PathBuf>::new());
+        fs::remove_dir_all(&root).unwrap();
+    }
+
+    #[test]
+    fn a_group_that_is_gone_is_empty_and_one_that_cannot_be_read_is_not() {
+        let root = std::env::temp_dir().join(format!("llmgw-procs-{}", std::process::id()));
+        let group = ShardCgroup {
+            directory: root.clone(),
+        };
+        assert_eq!(group.pids().unwrap(), [0_u32; 0]);
+        fs::create_dir_all(root.join("inner")).unwrap();
+        fs::write(root.join("cgroup.procs"), "7\n").unwrap();
+        assert_eq!(group.pids().unwrap(), [7]);
+        fs::create_dir_all(root.join("inner/cgroup.procs")).unwrap();
+        let error = group.pids().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::IsADirectory);
         fs::remove_dir_all(&root).unwrap();
     }
 }

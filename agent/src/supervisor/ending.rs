@@ -56,11 +56,9 @@ impl Scan {
     }
 
     fn look_once(&mut self) -> io::Result<Vec<Member>> {
-        self.traces.in_cgroup = self
-            .cgroup
-            .as_ref()
-            .map(ShardCgroup::pids)
-            .unwrap_or_default();
+        if let Some(cgroup) = &self.cgroup {
+            self.traces.in_cgroup = cgroup.pids()?;
+        }
         let table = ProcessTable::read(&self.proc)?;
         let members = table.members(&self.traces, &|pid| read_environ(&self.proc, pid));
         self.traces.seen = members.iter().map(|member| member.id.clone()).collect();
@@ -121,7 +119,8 @@ pub async fn until_gone(
         let Ok((back, members)) = round.await else {
             return;
         };
-        (scan, first) = (back, false);
+        // What could not be seen was not asked to end either.
+        (scan, first) = (back, first && members.is_err());
         let remains = match members {
             Ok(members) if members.is_empty() => {
                 let _ = events.send(Event::Gone).await;
@@ -212,5 +211,90 @@ fn in_words(members: &[Member]) -> String {
     match members.len().saturating_sub(SHOWN_MAX) {
         0 => shown.join(", "),
         more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::process::ExitStatusExt;
+    use std::path::Path;
+    use std::process::{Child, Command};
+
+    use super::*;
+    use crate::process_id::ProcessId;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// A process of the test's, and a proc directory in which it is and which can't be read.
+    struct Unseen {
+        child: Child,
+        proc: PathBuf,
+    }
+
+    impl Unseen {
+        fn new(name: &str) -> Unseen {
+            let child = Command::new("/bin/sleep").arg("600").spawn().unwrap();
+            let proc = std::env::temp_dir().join(format!("llmgw-{name}-{}", std::process::id()));
+            let (pid, boot_id) = (child.id().to_string(), "sys/kernel/random/boot_id");
+            fs::create_dir_all(proc.join(boot_id).parent().unwrap()).unwrap();
+            fs::write(proc.join(boot_id), "5eed").unwrap();
+            fs::create_dir_all(proc.join(&pid)).unwrap();
+            let stat = fs::read(Path::new("/proc").join(&pid).join("stat")).unwrap();
+            fs::write(proc.join(&pid).join("stat"), stat).unwrap();
+            fs::create_dir_all(proc.join("9999999/stat")).unwrap();
+            Unseen { child, proc }
+        }
+
+        fn scan(&self) -> Scan {
+            let leader = ProcessId::read(&self.proc, self.child.id()).unwrap();
+            Scan {
+                proc: self.proc.clone(),
+                traces: Traces {
+                    leaders: leader.into_iter().collect(),
+                    ..Traces::default()
+                },
+                cgroup: None,
+            }
+        }
+
+        /// The signal that ended it.
+        async fn signal(&mut self) -> Option<i32> {
+            let ended = async {
+                loop {
+                    if let Some(status) = self.child.try_wait().unwrap() {
+                        return status.signal();
+                    }
+                    tokio::time::sleep(LOOK_FIRST).await;
+                }
+            };
+            tokio::time::timeout(PATIENCE, ended).await.unwrap()
+        }
+    }
+
+    impl Drop for Unseen {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+            let _ = fs::remove_dir_all(&self.proc);
+        }
+    }
+
+    #[tokio::test]
+    async fn what_could_not_be_seen_at_first_is_asked_to_end_once_it_is() {
+        let mut unseen = Unseen::new("terminate");
+        let (sender, mut events) = mpsc::channel(8);
+        let look_now = Arc::new(Notify::new());
+        let ends = until_gone(unseen.scan(), Force::Terminate, look_now.clone(), sender);
+        let ends = tokio::spawn(ends);
+        let said = events.recv().await;
+        let expected = "what runs can't be seen: Is a directory (os error 21)";
+        assert_eq!(said, Some(Event::Remains(expected.to_owned())));
+        fs::remove_dir_all(unseen.proc.join("9999999")).unwrap();
+        look_now.notify_one();
+        assert_eq!(unseen.signal().await, Some(libc::SIGTERM));
+        fs::remove_dir_all(unseen.proc.join(unseen.child.id().to_string())).unwrap();
+        while events.recv().await.unwrap() != Event::Gone {}
+        ends.await.unwrap();
     }
 }

@@ -3,6 +3,7 @@
 mod begin;
 mod end;
 
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -122,13 +123,15 @@ impl Handle {
     }
 
     /// What leads to its processes now, and whether its control group is among it. Reads that.
-    pub fn traces(&self) -> (Traces, bool) {
+    pub fn traces(&self) -> io::Result<(Traces, bool)> {
         let traces = self.traces.lock();
         let mut traces = traces.unwrap_or_else(PoisonError::into_inner).clone();
         let cgroup = self.cgroup.lock();
         let cgroup = cgroup.unwrap_or_else(PoisonError::into_inner).clone();
-        traces.in_cgroup = cgroup.as_ref().map_or(Vec::new(), ShardCgroup::pids);
-        (traces, cgroup.is_some())
+        if let Some(cgroup) = &cgroup {
+            traces.in_cgroup = cgroup.pids()?;
+        }
+        Ok((traces, cgroup.is_some()))
     }
 
     pub fn is_over(&self) -> bool {

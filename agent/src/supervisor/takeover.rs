@@ -153,7 +153,8 @@ pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError>
     kill_strays(&context, &table, &found.records, &mut adopted);
     let mut shards = Vec::new();
     for record in found.records {
-        shards.push(take_over_shard(&context, &table, record, &mut adopted));
+        let taken_over = take_over_shard(&context, &table, record, &mut adopted);
+        shards.push(taken_over.map_err(failed("what runs of a shard can't be seen"))?);
     }
     adopted.iter().for_each(Adopted::say);
     Ok(Started {
@@ -164,42 +165,40 @@ pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError>
     })
 }
 
+/// # Errors
+/// Where what runs can't be seen: an engine that is not watched, or is taken for ended, would be nobody's.
 fn take_over_shard(
     context: &Context,
     table: &ProcessTable,
     mut record: Record,
     adopted: &mut Vec<Adopted>,
-) -> TakenOver {
+) -> io::Result<TakenOver> {
     let proc = &context.options.proc_root;
     let environ = |pid| read_environ(proc, pid);
     let Verdict { mut remnant, alive } = adopt::judge(&record, &context.state_dir, table, &environ);
     let mut held = Vec::new();
     for (command, id) in alive {
-        match Process::adopt(&id, proc) {
-            Ok(Some(process)) => {
+        match Process::adopt(&id, proc)? {
+            Some(process) => {
                 confirm(&mut record, command);
                 held.push((command, process));
             }
             // It ended since: judged again from what is there now.
-            Ok(None) | Err(_) => {
-                let table = ProcessTable::read(proc).unwrap_or_default();
+            None => {
+                let table = ProcessTable::read(proc)?;
                 remnant = adopt::judge(&record, &context.state_dir, &table, &environ).remnant;
             }
         }
     }
-    match remnant {
-        Remnant::Untouched => {
-            // A process that was never confirmed may have left something behind all the same.
-            let scan = scan(context, &record);
-            kill(scan, &record.spec.shard, adopted);
-            record.processes.clear();
-        }
-        Remnant::Runs { next, .. } => {
-            if let Err(reason) = end_interrupted(context, &mut record, next, adopted) {
-                remnant = Remnant::Broken(reason);
-            }
-        }
-        Remnant::Broken(_) => {}
+    let next = match remnant {
+        Remnant::Untouched => Some(0),
+        Remnant::Runs { next, .. } => Some(next),
+        Remnant::Broken(_) => None,
+    };
+    if let Some(next) = next
+        && let Some(reason) = end_interrupted(context, &mut record, next, adopted)?
+    {
+        remnant = Remnant::Broken(reason);
     }
     if let Err(error) = context.store.save(&record) {
         tracing::error!(shard = record.spec.shard, %error, "what was taken over can't be put on record");
@@ -217,53 +216,51 @@ fn take_over_shard(
         shard: record.spec.shard.clone(),
         outcome,
     });
-    TakenOver {
+    Ok(TakenOver {
         record,
         remnant,
         alive: held,
-    }
+    })
 }
 
 /// Ends what was forked for the commands from `next` on, which are started anew. Such a child may have been let through its gate at
-/// the agent's last instant, and not have executed the engine yet: it would be a second one.
-///
-/// # Errors
-/// Where it does not end.
+/// the agent's last instant, and not have executed the engine yet: it would be a second one. Why the shard can't go on, where one
+/// does not end.
 fn end_interrupted(
     context: &Context,
     record: &mut Record,
     next: usize,
     adopted: &mut Vec<Adopted>,
-) -> Result<(), Reason> {
-    let interrupted = |process: &&RecordedProcess| process.command >= next;
-    let ids: Vec<ProcessId> = record
+) -> io::Result<Option<Reason>> {
+    let proc = &context.options.proc_root;
+    let interrupted = record
         .processes
         .iter()
-        .filter(interrupted)
-        .map(RecordedProcess::id)
-        .collect();
-    if ids.is_empty() {
-        return Ok(());
-    }
-    let proc = &context.options.proc_root;
-    let scan = Scan {
-        proc: proc.clone(),
-        // No shard, whose other processes are to live: the leaders, their sessions and what descends from them.
-        traces: traces(context, "", ids.clone()),
-        cgroup: None,
+        .filter(|process| process.command >= next);
+    let ids: Vec<ProcessId> = interrupted.map(RecordedProcess::id).collect();
+    let scan = match next {
+        // None of it is to live, and what was never seen executing may have left something behind all the same.
+        0 => scan(context, record),
+        _ if ids.is_empty() => return Ok(None),
+        // Of no shard, whose other processes are to live: the leaders, their sessions and what descends from them.
+        _ => Scan {
+            proc: proc.clone(),
+            traces: traces(context, "", ids.clone()),
+            cgroup: None,
+        },
     };
-    kill(scan, &record.spec.shard, adopted);
+    kill(scan, &record.spec.shard, adopted)?;
     for id in ids {
-        if id.is_alive(proc).unwrap_or(true) {
+        if id.is_alive(proc)? {
             let text = format!(
                 "process {} was being started when the agent ended, and SIGKILL did not end it",
                 id.pid
             );
-            return Err(Reason::new("start_interrupted", text));
+            return Ok(Some(Reason::new("start_interrupted", text)));
         }
     }
     record.processes.retain(|process| process.command < next);
-    Ok(())
+    Ok(None)
 }
 
 /// It runs: an agent that died at its start did not come to write that down.
@@ -294,7 +291,7 @@ fn kill_stray_groups(context: &Context, records: &[Record], adopted: &mut Vec<Ad
             traces: traces(context, &shard, Vec::new()),
             cgroup: Some(group.clone()),
         };
-        kill(scan, &shard, adopted);
+        kill_stray(scan, &shard, adopted);
         group.remove();
     }
 }
@@ -325,20 +322,26 @@ fn kill_strays(
             traces: traces(context, shard, leaders),
             cgroup: None,
         };
-        kill(scan, shard, adopted);
+        kill_stray(scan, shard, adopted);
     }
 }
 
-fn kill(scan: Scan, shard: &str, adopted: &mut Vec<Adopted>) {
-    match ending::kill_now(scan, STRAYS_WAIT_MAX) {
-        Ok(killed) if killed.is_empty() => {}
-        Ok(killed) => adopted.push(Adopted {
+fn kill(scan: Scan, shard: &str, adopted: &mut Vec<Adopted>) -> io::Result<()> {
+    let killed = ending::kill_now(scan, STRAYS_WAIT_MAX)?;
+    if !killed.is_empty() {
+        let pids = killed.iter().map(|member| member.id.pid).collect();
+        adopted.push(Adopted {
             shard: shard.to_owned(),
-            outcome: Outcome::Killed {
-                pids: killed.iter().map(|member| member.id.pid).collect(),
-            },
-        }),
-        Err(error) => tracing::error!(shard, %error, "what is left of the shard can't be seen"),
+            outcome: Outcome::Killed { pids },
+        });
+    }
+    Ok(())
+}
+
+/// The same for what is nobody's. The agent starts where it can't be seen too.
+fn kill_stray(scan: Scan, shard: &str, adopted: &mut Vec<Adopted>) {
+    if let Err(error) = kill(scan, shard, adopted) {
+        tracing::error!(shard, %error, "what is left of the shard can't be seen");
     }
 }
 

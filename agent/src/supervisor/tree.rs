@@ -11,7 +11,7 @@ use std::path::Path;
 use llmgw_proto::shard::SHARD_VARIABLE;
 
 use crate::process_files;
-use crate::process_id::{ProcessId, Stat, read_stat};
+use crate::process_id::{ProcessId, Stat, read_stats};
 
 /// The variable in an engine's environment that names the state directory of its agent: several agents may share a machine,
 /// and none of them may take or kill another one's engines.
@@ -63,22 +63,12 @@ pub enum Environ {
 }
 
 impl ProcessTable {
-    /// Looks at every process below a proc directory. Those that end meanwhile are left out.
+    /// Looks at every process below a proc directory that may be seen. Those that end meanwhile are left out.
     pub fn read(proc: &Path) -> io::Result<ProcessTable> {
         let boot_id = fs::read_to_string(proc.join("sys/kernel/random/boot_id"))?;
-        let mut stats = BTreeMap::new();
-        for entry in fs::read_dir(proc)? {
-            let name = entry?.file_name();
-            let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else {
-                continue;
-            };
-            if let Ok(Some(stat)) = read_stat(proc, pid) {
-                stats.insert(pid, stat);
-            }
-        }
         Ok(ProcessTable {
             boot_id: boot_id.trim().to_owned(),
-            stats,
+            stats: read_stats(proc)?,
         })
     }
 

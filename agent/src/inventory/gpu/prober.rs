@@ -3,7 +3,6 @@
 //! A process that hangs in the kernel can't be killed or reaped. It is left alone and looked at again: as long as any
 //! process of its group lives, the driver counts as unresponsive and no further probe is started.
 
-use std::fs;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -18,7 +17,7 @@ use nix::unistd::Pid;
 use super::assemble::without_source;
 use super::bounded::{Collected, End, collect};
 use super::facts::{quote, source_failure};
-use crate::process_id::Stat;
+use crate::process_id::read_stats;
 
 /// nvidia-smi takes seconds for each question on eight GPUs without persistence mode.
 pub const PROBE_DEADLINE: Duration = Duration::from_secs(30);
@@ -299,28 +298,17 @@ fn is_group_alive(group: Pid) -> bool {
 }
 
 fn has_living_member(proc: &Path, group: Pid) -> io::Result<bool> {
-    for entry in fs::read_dir(proc)? {
-        let name = entry?.file_name();
-        let is_pid = name
-            .to_str()
-            .is_some_and(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
-        if !is_pid {
-            continue;
-        }
-        // A process that ends meanwhile has no file any more.
-        let Ok(line) = fs::read(proc.join(&name).join("stat")) else {
-            continue;
-        };
-        let stat = Stat::parse(&String::from_utf8_lossy(&line));
-        if stat.is_ok_and(|stat| stat.group == group.as_raw().unsigned_abs() && stat.is_alive()) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    let group = group.as_raw().unsigned_abs();
+    let stats = read_stats(proc)?;
+    Ok(stats
+        .values()
+        .any(|stat| stat.group == group && stat.is_alive()))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::inventory::gpu::scripts::Scripts;
     use llmgw_proto::inventory::gpu::DriverState;
@@ -452,6 +440,9 @@ mod tests {
         stat(72, 'D', 70);
         assert!(has_living_member(proc.path(), group).unwrap());
         assert!(has_living_member(Path::new("/nonexistent"), group).is_err());
+        fs::remove_file(proc.path().join("72/stat")).unwrap();
+        fs::create_dir(proc.path().join("72/stat")).unwrap();
+        assert!(has_living_member(proc.path(), group).is_err());
     }
 
     #[test]
