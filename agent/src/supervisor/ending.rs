@@ -13,6 +13,7 @@ use super::gpu::{self, GpuFacts, Release};
 use super::machine::Event;
 use super::process;
 use super::tree::{Member, ProcessTable, Traces, read_environ};
+use crate::process_id::ProcessId;
 
 /// The first look after a signal comes this soon, each later one after half as long again.
 const LOOK_FIRST: Duration = Duration::from_millis(5);
@@ -65,31 +66,51 @@ impl Scan {
         Ok(members)
     }
 
-    /// Kills everything. What a kill cannot reach is found by the next look.
-    fn kill(&self, members: &[Member]) {
+    /// Kills what is in the group, and then whatever else a look finds: before it, since it may take long or fail. Without a group it
+    /// has to come first, for what descends from the engine is found only while that lives; where it fails, what is known has to do.
+    /// What a kill cannot reach is found by the next look.
+    fn kill(&mut self) -> io::Result<Vec<Member>> {
+        self.kill_group();
+        let members = self.look();
+        match &members {
+            Ok(members) => self.send(ids(members), libc::SIGKILL),
+            Err(_) => self.send(
+                self.traces.leaders.iter().chain(&self.traces.seen),
+                libc::SIGKILL,
+            ),
+        }
+        members
+    }
+
+    fn kill_group(&self) {
         if let Some(cgroup) = &self.cgroup
             && let Err(error) = cgroup.kill()
         {
             let group = cgroup.directory().display().to_string();
             tracing::warn!(shard = self.traces.shard, group, %error, "the control group can't be killed");
         }
-        self.send(members, libc::SIGKILL);
     }
 
     /// A frozen process is thawed, or it would not get to end itself.
-    fn terminate(&self, members: &[Member]) {
-        self.send(members, libc::SIGTERM);
-        self.send(members, libc::SIGCONT);
+    fn terminate(&mut self) -> io::Result<Vec<Member>> {
+        let members = self.look()?;
+        self.send(ids(&members), libc::SIGTERM);
+        self.send(ids(&members), libc::SIGCONT);
+        Ok(members)
     }
 
-    fn send(&self, members: &[Member], signal: i32) {
-        for member in members {
-            if let Err(error) = process::signal(&member.id, &self.proc, signal) {
-                let (shard, pid) = (&self.traces.shard, member.id.pid);
+    fn send<'a>(&self, ids: impl Iterator<Item = &'a ProcessId>, signal: i32) {
+        for id in ids {
+            if let Err(error) = process::signal(id, &self.proc, signal) {
+                let (shard, pid) = (&self.traces.shard, id.pid);
                 tracing::warn!(shard, pid, signal, %error, "a process can't be signalled");
             }
         }
     }
+}
+
+fn ids(members: &[Member]) -> impl Iterator<Item = &ProcessId> {
+    members.iter().map(|member| &member.id)
 }
 
 /// Signals everything, and tells what remains until nothing does. `look_now` shortens the wait for the next look.
@@ -108,12 +129,11 @@ pub async fn until_gone(
     };
     loop {
         let round = tokio::task::spawn_blocking(move || {
-            let members = scan.look();
-            match (&members, force) {
-                (Ok(members), Force::Terminate) if first => scan.terminate(members),
-                (Ok(members), Force::Kill) => scan.kill(members),
-                _ => {}
-            }
+            let members = match force {
+                Force::Terminate if first => scan.terminate(),
+                Force::Terminate => scan.look(),
+                Force::Kill => scan.kill(),
+            };
             (scan, members)
         });
         let Ok((back, members)) = round.await else {
@@ -151,7 +171,8 @@ pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<Vec<Member>> {
         if members.is_empty() || Instant::now() >= deadline {
             return Ok(all);
         }
-        scan.kill(&members);
+        scan.kill_group();
+        scan.send(ids(&members), libc::SIGKILL);
         for member in members {
             if !all.iter().any(|known| known.id == member.id) {
                 all.push(member);
@@ -222,7 +243,6 @@ mod tests {
     use std::process::{Child, Command};
 
     use super::*;
-    use crate::process_id::ProcessId;
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -296,5 +316,23 @@ mod tests {
         fs::remove_dir_all(unseen.proc.join(unseen.child.id().to_string())).unwrap();
         while events.recv().await.unwrap() != Event::Gone {}
         ends.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_seen_is_killed_all_the_same() {
+        let mut unseen = Unseen::new("kill");
+        let group = unseen.proc.join("group");
+        fs::create_dir(&group).unwrap();
+        fs::write(group.join("cgroup.kill"), "").unwrap();
+        let scan = Scan {
+            cgroup: ShardCgroup::open(&group),
+            ..unseen.scan()
+        };
+        let (sender, mut events) = mpsc::channel(8);
+        let ends = tokio::spawn(until_gone(scan, Force::Kill, Arc::default(), sender));
+        assert_eq!(unseen.signal().await, Some(libc::SIGKILL));
+        assert!(matches!(events.recv().await, Some(Event::Remains(_))));
+        assert_eq!(fs::read_to_string(group.join("cgroup.kill")).unwrap(), "1");
+        ends.abort();
     }
 }

@@ -3,15 +3,15 @@
 //! Where the shard has a control group, that is the answer. Elsewhere there are several traces, since each of them gets
 //! lost somewhere: a parent that died, a session that was left, an environment overwritten by `setproctitle`.
 
+mod environ;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::Path;
 
-use llmgw_proto::shard::SHARD_VARIABLE;
-
-use crate::process_files;
 use crate::process_id::{ProcessId, Stat, read_stats};
+pub use environ::{Environ, read_environ};
 
 /// The variable in an engine's environment that names the state directory of its agent: several agents may share a machine,
 /// and none of them may take or kill another one's engines.
@@ -47,19 +47,6 @@ pub struct Member {
     pub id: ProcessId,
     /// Of its first thread. `D`: it waits in the kernel, and no signal ends it. `Z`: that one has ended, and others have not.
     pub state: char,
-}
-
-/// What a process's environment says about whose it is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Environ {
-    Engine {
-        shard: String,
-        state_dir: String,
-    },
-    /// Readable, and no engine's.
-    Other,
-    /// Empty, overwritten, or not for us to read.
-    Illegible,
 }
 
 impl ProcessTable {
@@ -217,35 +204,6 @@ fn is_never_ours(pid: u32) -> bool {
     pid == INIT || pid == std::process::id()
 }
 
-/// Reads whose engine a process is.
-pub fn read_environ(proc: &Path, pid: u32) -> Environ {
-    match process_files::environment(proc, pid) {
-        Ok(Some(entries)) => whose(&entries),
-        Ok(None) | Err(_) => Environ::Illegible,
-    }
-}
-
-fn whose(entries: &[(String, String)]) -> Environ {
-    let value = |name: &str| {
-        let entry = entries.iter().find(|(theirs, _)| theirs == name);
-        entry.map(|(_, value)| value.clone())
-    };
-    if let (Some(shard), Some(state_dir)) = (value(SHARD_VARIABLE), value(STATE_VARIABLE)) {
-        return Environ::Engine { shard, state_dir };
-    }
-    // A title may hold a `=` too.
-    let is_variable = |name: &str| {
-        !name.is_empty()
-            && name
-                .bytes()
-                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
-    };
-    match entries.iter().any(|(name, _)| is_variable(name)) {
-        true => Environ::Other,
-        false => Environ::Illegible,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -389,25 +347,5 @@ mod tests {
             pids(&table, &traces(&[before]), &|_| Environ::Other),
             [0_u32; 0]
         );
-    }
-
-    #[test]
-    fn an_environment_is_an_engines_another_ones_or_illegible() {
-        let cases: [(&[u8], Environ); 7] = [
-            (
-                b"A=1\0LLMGW_SHARD=m/0/0\0LLMGW_STATE=/state\0",
-                engine("m/0/0", "/state"),
-            ),
-            (b"A=1\0LLMGW_SHARD=m/0/0\0", Environ::Other),
-            (b"XLLMGW_SHARD=m\0LLMGW_STATE=/state\0", Environ::Other),
-            (b"", Environ::Illegible),
-            (b"\0\0\0\0", Environ::Illegible),
-            (b"VLLM::Worker_TP0\0\0", Environ::Illegible),
-            (b"ray::Actor.run(x=1)\0\0", Environ::Illegible),
-        ];
-        for (bytes, expected) in cases {
-            let entries = process_files::split_environment(bytes);
-            assert_eq!(whose(&entries), expected, "{bytes:?}");
-        }
     }
 }
