@@ -38,7 +38,13 @@ pub struct StatusChanges {
 
 impl Board {
     pub fn put(&self, status: ShardStatus) {
+        self.put_with(status, || {});
+    }
+
+    /// The same together with what goes with it: whoever sees that done puts and reads the later status.
+    pub fn put_with(&self, status: ShardStatus, also: impl FnOnce()) {
         let mut entries = self.lock();
+        also();
         entries.version += 1;
         let version = entries.version;
         let key = (status.shard.clone(), status.spec_hash.clone());
@@ -165,6 +171,23 @@ mod tests {
         assert_eq!(changes.next().await, latest);
         board.put(status("b", "1", ShardState::Ready));
         assert_eq!(changes.next().await, [status("b", "1", ShardState::Ready)]);
+    }
+
+    #[test]
+    fn what_goes_with_a_status_is_not_seen_before_it() {
+        let board = Board::default();
+        let next = std::thread::scope(|scope| {
+            let mut next = None;
+            board.put_with(status("a", "1", ShardState::Failed), || {
+                // Whoever learns of it here, as who starts the same shard again does, comes after this status.
+                next = Some(scope.spawn(|| board.put(status("a", "1", ShardState::Pending))));
+                assert!(board.entries.try_lock().is_err());
+            });
+            next.unwrap().join()
+        });
+        next.unwrap();
+        let last = board.get("a", "1");
+        assert_eq!(last, Some(status("a", "1", ShardState::Pending)));
     }
 
     #[tokio::test]

@@ -391,11 +391,13 @@ impl ShardTask {
             true => tracing::warn!(shard = status.shard, state, reason, "a shard fails"),
             false => tracing::info!(shard = status.shard, state, reason, "a shard's state"),
         }
-        if self.life.is_over() {
-            // First, so that whoever reads the status can start the shard again.
-            self.handle.over.store(true, Ordering::Release);
-        }
-        self.context.board.put(status);
+        let is_over = self.life.is_over();
+        // Neither before nor after: whoever sees that it is over may start it again, and so may whoever reads the status.
+        self.context.board.put_with(status, || {
+            if is_over {
+                self.handle.over.store(true, Ordering::Release);
+            }
+        });
     }
 
     /// Puts the record on disk, on a thread that may wait for it.
