@@ -21,13 +21,14 @@ use std::sync::{Mutex, PoisonError};
 use llmgw_proto::shard::Exit;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::kernel;
 use crate::process_id::ProcessId;
 
-/// One fork at a time: a child that waits at its gate holds copies of the agent's descriptors. If it held another
+/// One start at a time: a child that waits at its gate holds copies of the agent's descriptors. If it held another
 /// child's gate open, that child would not notice that the agent died.
-static FORKS: Mutex<()> = Mutex::new(());
+static TURNS: Semaphore = Semaphore::const_new(1);
 
 /// Engines start here: the agent's own directory is none of theirs.
 const DIRECTORY: &str = "/";
@@ -41,6 +42,9 @@ pub struct Launch {
     /// Takes standard output and standard error.
     pub output: File,
 }
+
+/// The right to start a process, until it executes.
+pub struct Turn(#[expect(dead_code, reason = "held, not used")] SemaphorePermit<'static>);
 
 /// A process of a shard that ran when it was last looked at: started by this agent, or adopted.
 pub struct Process {
@@ -72,12 +76,24 @@ impl std::error::Error for StartError {
     }
 }
 
+impl Turn {
+    /// Waits for it: a start before this one may hang in its record or in its exec, so whoever waits must be able to give up.
+    pub async fn next() -> Turn {
+        match TURNS.acquire().await {
+            Ok(permit) => Turn(permit),
+            // Only a closed semaphore fails, and nobody closes this one.
+            Err(_) => std::future::pending().await,
+        }
+    }
+}
+
 impl Process {
     /// Forks, lets `record` put the child on record, and only then lets it execute. Blocks; needs a tokio runtime around it.
     ///
     /// # Errors
     /// Where the fork, the record or the exec fails; then nothing runs.
     pub fn start(
+        _turn: Turn,
         launch: Launch,
         proc: &Path,
         record: impl FnOnce(&ProcessId) -> io::Result<()>,
@@ -88,7 +104,6 @@ impl Process {
             step,
             source,
         };
-        let _one = FORKS.lock().unwrap_or_else(PoisonError::into_inner);
         let (hello, says_hello) = io::pipe().map_err(|error| failed("pipe", error))?;
         let (waits, gate) = io::pipe().map_err(|error| failed("pipe", error))?;
         let mut command = command(launch, &says_hello, &waits, &gate);
@@ -278,9 +293,13 @@ mod tests {
     }
 
     /// What became of a start, and of the child that was on record.
-    fn start(launch: Launch, recorded: io::Result<()>) -> (Result<Process, StartError>, bool) {
+    async fn start(
+        launch: Launch,
+        recorded: io::Result<()>,
+    ) -> (Result<Process, StartError>, bool) {
         let mut child = None;
-        let started = Process::start(launch, Path::new(PROC), |id| {
+        let turn = Turn::next().await;
+        let started = Process::start(turn, launch, Path::new(PROC), |id| {
             child = Some(id.clone());
             recorded
         });
@@ -291,7 +310,7 @@ mod tests {
     #[tokio::test]
     async fn how_a_process_ends_is_known_to_the_agent_that_started_it() {
         for (script, expected) in [("exit 3", Exit::Status(3)), ("kill -9 $$", Exit::Signal(9))] {
-            let (started, _) = start(launch("/bin/sh", &["-c", script]), Ok(()));
+            let (started, _) = start(launch("/bin/sh", &["-c", script]), Ok(())).await;
             assert_eq!(started.unwrap().ended().await.unwrap(), expected);
         }
     }
@@ -299,7 +318,7 @@ mod tests {
     #[tokio::test]
     async fn a_child_that_cannot_be_put_on_record_never_runs() {
         let full = Err(io::Error::from(io::ErrorKind::StorageFull));
-        let (started, lives) = start(launch("/bin/sh", &["-c", "exit"]), full);
+        let (started, lives) = start(launch("/bin/sh", &["-c", "exit"]), full).await;
         let error = started.err().unwrap().to_string();
         assert_eq!(error, "`/bin/sh` did not start: record: no storage space");
         assert!(!lives);
@@ -307,7 +326,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_file_that_cannot_be_executed_says_so_and_leaves_nothing() {
-        let (started, lives) = start(launch("/nowhere/serve", &[]), Ok(()));
+        let (started, lives) = start(launch("/nowhere/serve", &[]), Ok(())).await;
         let error = started.err().unwrap().to_string();
         let expected =
             "`/nowhere/serve` did not start: exec: No such file or directory (os error 2)";
@@ -317,7 +336,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_signal_reaches_only_the_very_process() {
-        let (started, _) = start(launch("/bin/sleep", &["600"]), Ok(()));
+        let (started, _) = start(launch("/bin/sleep", &["600"]), Ok(())).await;
         let process = started.unwrap();
         let recycled = ProcessId {
             start_ticks: process.id.start_ticks - 1,

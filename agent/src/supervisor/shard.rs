@@ -4,6 +4,7 @@ mod begin;
 mod end;
 
 use std::io;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -22,7 +23,7 @@ use super::logs::LogTail;
 use super::logs::output::Output;
 use super::machine::{Action, Event, Kind, Life, Plan, Remnant};
 use super::preflight::Claims;
-use super::process::Process;
+use super::process::{Process, Turn};
 use super::spec_store::{Asked, Record, RecordedProcess, SpecStore};
 use super::tree::Traces;
 
@@ -73,6 +74,9 @@ pub struct Handle {
     cgroup: Arc<Mutex<Option<ShardCgroup>>>,
 }
 
+/// A command's wait for its turn to be started.
+type Waits = Pin<Box<dyn Future<Output = (usize, Turn)> + Send + Sync>>;
+
 /// A task that ends with its owner.
 struct Background(JoinHandle<()>);
 
@@ -100,6 +104,8 @@ pub struct ShardTask {
     sender: mpsc::Sender<Event>,
     /// One for each process, waiting for its end.
     exits: Vec<Background>,
+    /// Before a start.
+    turn: Option<Waits>,
     /// Asks the engine, or tries to reach an address.
     asking: Option<Background>,
     /// Looks whether anything is left.
@@ -194,6 +200,7 @@ impl ShardTask {
             events,
             sender,
             exits: Vec::new(),
+            turn: None,
             asking: None,
             ending: None,
             look_now: Arc::default(),
@@ -224,6 +231,10 @@ impl ShardTask {
                     Some(Event::Asked(asked))
                 }
                 Some(event) = self.events.recv() => Some(event),
+                (command, turn) = its_turn(&mut self.turn) => {
+                    self.turn = None;
+                    Some(self.start(command, turn).await)
+                }
                 () = tick => Some(Event::Tick),
                 _ = reads.tick() => None,
             };
@@ -296,11 +307,11 @@ impl ShardTask {
             // The next agent goes on with it.
             Action::Check | Action::Start { .. } if self.context.cancel.is_cancelled() => {}
             Action::Check => return Some(self.check().await),
-            Action::Start { command } => return Some(self.start(command).await),
+            Action::Start { command } => self.await_turn(command),
             Action::Await { command } => self.await_address(command),
             Action::ProbeOften => self.probe(self.context.options.pace.probe_loading),
             Action::ProbeSeldom => self.probe(self.context.options.pace.probe_ready),
-            Action::LetBe => self.asking = None,
+            Action::LetBe => (self.turn, self.asking) = (None, None),
             Action::RecordReady(ready) => {
                 self.record.ready = ready;
                 self.save("whether the shard is ready").await;
@@ -438,6 +449,13 @@ impl ShardTask {
 
     fn now_ms(&self) -> u64 {
         u64::try_from(self.context.epoch.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+}
+
+async fn its_turn(waits: &mut Option<Waits>) -> (usize, Turn) {
+    match waits {
+        Some(waits) => waits.await,
+        None => std::future::pending().await,
     }
 }
 

@@ -254,17 +254,19 @@ async fn a_shutdown_leaves_engines_running_without_waiting_for_them_or_stops_the
     }
 }
 
+/// Lets a start go on that hangs: the runtime waits for its thread, also where the test has failed.
+struct LetGoOn(&'static AtomicBool);
+
+impl Drop for LetGoOn {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[tokio::test]
 async fn a_start_that_hangs_keeps_the_next_agent_out_until_the_process_ends() {
     static GOES_ON: AtomicBool = AtomicBool::new(false);
     static HANGS: AtomicBool = AtomicBool::new(false);
-    /// The runtime waits for the thread that hangs, also where the test has failed.
-    struct LetGoOn;
-    impl Drop for LetGoOn {
-        fn drop(&mut self) {
-            GOES_ON.store(true, Ordering::Relaxed);
-        }
-    }
     let mut node = Node::with(|options| {
         options.at = Some(|instant| {
             HANGS.fetch_or(instant == StartInstant::Forked, Ordering::Relaxed);
@@ -274,7 +276,7 @@ async fn a_start_that_hangs_keeps_the_next_agent_out_until_the_process_ends() {
         });
     })
     .await;
-    let let_go_on = LetGoOn;
+    let let_go_on = LetGoOn(&GOES_ON);
     node.supervisor.start_shard(engine(SHARD, &[]));
     node.until_state(SHARD, ShardState::Starting).await;
     eventually("the start hangs", || HANGS.load(Ordering::Relaxed)).await;
@@ -284,6 +286,30 @@ async fn a_start_that_hangs_keeps_the_next_agent_out_until_the_process_ends() {
     drop(let_go_on);
     // What is being started when a test ends would be left behind.
     eventually("it runs", || node.processes(SHARD).len() == 1).await;
+}
+
+#[tokio::test]
+async fn a_stop_is_heard_while_the_start_of_another_shard_hangs() {
+    static HANGS: AtomicBool = AtomicBool::new(false);
+    static GOES_ON: AtomicBool = AtomicBool::new(false);
+    let mut node = Node::with(|options| {
+        options.at = Some(|instant| {
+            HANGS.fetch_or(instant == StartInstant::Forked, Ordering::Relaxed);
+            while instant == StartInstant::Forked && !GOES_ON.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+    })
+    .await;
+    let let_go_on = LetGoOn(&GOES_ON);
+    node.supervisor.start_shard(engine(SHARD, &[]));
+    eventually("the start hangs", || HANGS.load(Ordering::Relaxed)).await;
+    node.supervisor.start_shard(engine("m/1/0", &[]));
+    node.until_state("m/1/0", ShardState::Starting).await;
+    node.supervisor.stop_shard("m/1/0", true);
+    node.until_state("m/1/0", ShardState::Stopped).await;
+    drop(let_go_on);
+    node.until_state(SHARD, ShardState::Ready).await;
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ use crate::supervisor::logs::output::Output;
 use crate::supervisor::machine::{Event, Probed, Reason};
 use crate::supervisor::preflight::{self, Node};
 use crate::supervisor::probe::Probe;
-use crate::supervisor::process::{Launch, Process};
+use crate::supervisor::process::{Launch, Process, Turn};
 use crate::supervisor::spec_store::{RecordedProcess, directory_name};
 
 /// Between two tries to reach an address that a command waits for.
@@ -54,7 +54,13 @@ impl ShardTask {
         Event::Checked
     }
 
-    pub(super) async fn start(&mut self, command: usize) -> Event {
+    /// Waits until no other start is under way.
+    pub(super) fn await_turn(&mut self, command: usize) {
+        let turn = async move { (command, Turn::next().await) };
+        self.turn = Some(Box::pin(turn));
+    }
+
+    pub(super) async fn start(&mut self, command: usize, turn: Turn) -> Event {
         let not_started = |error: String| Event::NotStarted { command, error };
         let launch = match self.write_key(command).await {
             Ok(key_file) => self.launch(command, &key_file),
@@ -69,7 +75,7 @@ impl ShardTask {
         let mut record = self.record.clone();
         let started = tokio::task::spawn_blocking(move || {
             let options = &context.options;
-            let started = Process::start(launch, &options.proc_root, |id| {
+            let started = Process::start(turn, launch, &options.proc_root, |id| {
                 options.reached(StartInstant::Forked);
                 if let Some(Err(error)) = cgroup.as_ref().map(|cgroup| cgroup.join(id.pid)) {
                     // Its session still tells what is its.
