@@ -232,6 +232,40 @@ fn a_trial_whose_answer_passes_unread_ends_with_its_head() {
 }
 
 #[test]
+fn the_head_of_an_answer_that_passes_unread_proves_nothing_where_another_replica_serves() {
+    let (silent, well) = (engine(Kind::Vllm, "{}"), engine(Kind::Vllm, "{}"));
+    let setup = |first_byte, engines: &[&Running]| {
+        let setup = Setup::new()
+            .limit("first_byte_timeout", first_byte)
+            .limit("retries", "0")
+            .model("fake", "");
+        engines.iter().fold(setup, |setup, engine| {
+            setup.endpoint("vllm", &engine.url(), "")
+        })
+    };
+    let gateway = setup("300ms", &[&silent]).start();
+    gateway.ready("fake", 1);
+    let answer = gateway.post(CHAT, &chat(false), r#"{"first_ms":60000}"#);
+    assert_eq!(answer.code(), "first_byte_timeout", "{}", answer.text());
+    gateway.write_config(&setup("10m", &[&silent, &well]).yaml());
+    let reloaded = gateway.admin_post("/v1/reload");
+    assert_eq!(reloaded.status(), 200, "{}", reloaded.text());
+    gateway.ready("fake", 2);
+    let audio = r#"{"headers_first":true,"headers":{"Content-Type":"audio/mpeg"}}"#;
+    let mut held = Vec::new();
+    gateway.until("the silent one is tried", || {
+        let mut client = gateway.client();
+        client.post(CHAT, &chat(true), audio);
+        assert_eq!(client.head().status, 200);
+        held.push(client);
+        silent.state().open > 0
+    });
+    assert_eq!(replica(&gateway, silent.addr())["breaker"], "half_open");
+    assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
+    assert_eq!(replica(&gateway, silent.addr())["breaker"], "half_open");
+}
+
+#[test]
 fn a_stream_that_falls_silent_costs_the_idle_timeout_and_says_so() {
     let engine = engine(Kind::Vllm, "{}");
     let setup = Setup::new()

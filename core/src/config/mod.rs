@@ -172,7 +172,7 @@ pub struct Tenant {
     pub tokens_per_minute: Option<u64>,
 }
 
-/// The operator's words about something, sorted by name. Policies see them; llmgw itself does nothing with them.
+/// The operator's words about something, sorted by name, for policies. llmgw itself reads a node's or endpoint's `rack` and `zone`.
 pub type Labels = Arc<Vec<(String, String)>>;
 
 /// One API key of a tenant.
@@ -229,6 +229,24 @@ pub struct Endpoint {
     pub serves: Option<String>,
     /// For policies; `rack` and `zone` say where it is.
     pub labels: Labels,
+}
+
+impl Endpoint {
+    /// Whether both are reached and used in the same way, whatever is said about them.
+    pub fn is_same_engine(&self, other: &Endpoint) -> bool {
+        let of = |endpoint: &Endpoint| {
+            let Endpoint {
+                url,
+                engine,
+                slots,
+                api_key,
+                serves,
+                labels: _,
+            } = endpoint.clone();
+            (url, engine, slots, api_key, serves)
+        };
+        of(self) == of(other)
+    }
 }
 
 /// One way to run a model.

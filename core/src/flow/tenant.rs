@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwapAny, Guard};
 
 use super::ledger::{Ask, Balance, Held, Ledger, Limits, Refused};
 use super::window::Window;
@@ -22,7 +22,7 @@ pub struct TenantAccount {
     ledger: Mutex<Ledger>,
     /// Bits of an `f64`: what the configuration says.
     configured_weight: AtomicU64,
-    labels: ArcSwap<Vec<(String, String)>>,
+    labels: ArcSwapAny<Labels>,
     /// Bits of an `f64`: what holds, which a policy may have changed.
     weight: AtomicU64,
     queued: AtomicU32,
@@ -78,7 +78,7 @@ impl TenantAccount {
             ledger: Mutex::new(Ledger::new(limits)),
             configured_weight: AtomicU64::new(weight.to_bits()),
             weight: AtomicU64::new(weight.to_bits()),
-            labels: ArcSwap::default(),
+            labels: ArcSwapAny::default(),
             queued: AtomicU32::new(0),
             inflight: AtomicU32::new(0),
             lately: Mutex::new(Lately {
@@ -130,8 +130,8 @@ impl TenantAccount {
         f64::from_bits(self.weight.load(Ordering::Relaxed))
     }
 
-    pub fn labels(&self) -> Labels {
-        self.labels.load_full()
+    pub fn labels(&self) -> Guard<Labels> {
+        self.labels.load()
     }
 
     pub fn configured_weight(&self) -> f64 {
@@ -383,7 +383,7 @@ mod tests {
         tenant.weight = 2.0;
         tenant.labels = Labels::new(vec![("tier".to_owned(), "gold".to_owned())]);
         account.configure(&tenant);
-        assert_eq!(account.labels(), tenant.labels);
+        assert_eq!(*account.labels(), tenant.labels);
         assert_eq!((account.weight(), account.configured_weight()), (2.0, 2.0));
     }
 

@@ -169,9 +169,10 @@ async fn attempt(
             return Err(setback);
         }
     };
-    // Nothing of an answer that passes unread is waited for, so its body may come minutes later, with nobody else let in.
+    // Nothing of an answer that passes unread is waited for, so its body may come minutes later. Where there is no other replica, nobody else would
+    // be let in meanwhile; where there is one, a head alone proves nothing.
     let passes = matches!(accepted, Accepted::Passing { .. }) && accepted.status().is_success();
-    if passes && admitted.is_trial() {
+    if passes && admitted.is_trial() && job.pool.replicas.len() == 1 {
         admitted.succeeded();
     }
     let Some(record) = job.record.take() else {

@@ -211,6 +211,6 @@ fn kept(before: Option<&Pool>, endpoint: &Endpoint, names: &[Arc<str>]) -> Optio
     before?
         .replicas
         .iter()
-        .find(|replica| replica.endpoint == *endpoint && replica.names == names)
+        .find(|replica| replica.endpoint.is_same_engine(endpoint) && replica.names == names)
         .cloned()
 }

@@ -52,6 +52,8 @@ pub struct State {
     pub last_error: Option<String>,
     /// What is wrong may be over without a word.
     is_retried: bool,
+    /// The text as it was last read, where it could be.
+    looked_at: Option<Digest>,
     /// The text that an operator confirmed, while it can't be used yet. Whoever reads it next, it is meant.
     confirmed: Option<Digest>,
 }
@@ -108,6 +110,7 @@ impl Reloads {
                 loaded_at_ms: clock::unix_ms(),
                 last_error: None,
                 is_retried: false,
+                looked_at: None,
                 confirmed: None,
             }),
         })
@@ -212,6 +215,11 @@ impl Reloads {
             self.nothing_wrong();
             return Ok(());
         }
+        // A text that is new is the watch's, which waits until it is written whole. One that the watch doesn't bring is taken when it is found twice.
+        let before = std::mem::replace(&mut self.lock().looked_at, text);
+        if occasion == Occasion::Retry && text.is_some() && text != before {
+            return Ok(());
+        }
         let confirmed = match occasion {
             Occasion::Asked(Confirmed::Yes) => Confirmed::Yes,
             _ if text.is_some() && text == self.state().confirmed => Confirmed::Yes,
@@ -263,7 +271,6 @@ impl Reloads {
         let mut state = self.lock();
         (state.is_retried, state.confirmed) = (false, None);
         if state.last_error.take().is_some() {
-            self.gateway.telemetry.metrics.config_reloaded(true);
             tracing::info!("the configuration's file holds what is in force again");
         }
     }

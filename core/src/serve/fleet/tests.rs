@@ -118,6 +118,20 @@ async fn a_node_that_says_something_else_about_itself_changes_nothing_but_what_p
 }
 
 #[tokio::test]
+async fn an_endpoint_that_gets_another_label_goes_on_as_it_is() {
+    let gateway = gateway();
+    let label = |disk: &str| {
+        let endpoint = format!("{{url: 'http://{ONE}', labels: {{disk: {disk}}}}}");
+        gateway.apply(parse(&format!("[{{name: m, endpoints: [{endpoint}]}}]")));
+        pool(&gateway, "m").replicas[0].clone()
+    };
+    let (first, second) = (label("ssd"), label("nvme"));
+    assert!(Arc::ptr_eq(&first, &second));
+    let labels = vec![("disk".to_owned(), "nvme".to_owned())];
+    assert_eq!(*first.locality().labels, labels);
+}
+
+#[tokio::test]
 async fn requests_on_a_replica_that_left_are_counted_to_their_end() {
     let gateway = gateway();
     gateway.serve(started(&[endpoint(ONE, "k1")]));

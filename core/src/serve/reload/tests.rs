@@ -135,6 +135,22 @@ async fn a_file_that_was_away_as_it_was_read_is_read_again_though_its_text_is_kn
 }
 
 #[tokio::test]
+async fn another_text_than_the_one_that_was_refused_is_not_taken_before_it_stays() {
+    let server = Server::new();
+    let reloads = &server.reloads;
+    server.write("models: [{name: a, endpoints: [{url: 'http://127.0.0.1:9', engine: raven}]}]\n");
+    assert!(reloads.take(Occasion::Changed).is_err());
+    let models = || reloads.gateway.runtime.load().config.catalog.models.len();
+    // It may be half written: the watch waits for that.
+    server.write("models: [{name: a, endpoints: [{url: 'http://127.0.0.1:9'}]}]\n");
+    assert_eq!(reloads.take(Occasion::Retry), Ok(()));
+    assert!(server.error().is_some_and(|why| why.contains("raven")));
+    assert_eq!(models(), 0);
+    assert_eq!(reloads.take(Occasion::Retry), Ok(()));
+    assert_eq!((server.error(), models()), (None, 1));
+}
+
+#[tokio::test]
 async fn a_change_that_an_operator_confirmed_is_not_held_when_its_file_is_looked_at_afterwards() {
     let server = Server::recovering().await;
     let reloads = &server.reloads;
@@ -187,7 +203,7 @@ async fn another_text_than_the_one_that_an_operator_confirmed_is_held() {
     let (server, text) = missing_a_plugin().await;
     for other in [&format!("# Another one.\n{text}"), text] {
         server.write(other);
-        let held = server.reloads.take(Occasion::Retry).unwrap_err();
+        let held = server.reloads.take(Occasion::Changed).unwrap_err();
         assert!(held.contains("would stop 2 of 2 running"), "{held}");
         assert!(!server.reloads.state().is_retried);
     }
