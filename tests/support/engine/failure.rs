@@ -54,7 +54,10 @@ impl Generation<'_, '_, '_> {
             return self.out.json(200, &pieces.concat()).await.map(Some);
         }
         self.early_head().await?;
-        for piece in pieces {
+        for (index, piece) in pieces.iter().enumerate() {
+            if index + 1 == pieces.len() {
+                self.ends();
+            }
             self.out.events(piece, 1).await?;
         }
         self.out.finish().await.map(Some)
@@ -80,6 +83,7 @@ impl Generation<'_, '_, '_> {
             return problem(self.out, self.reply.kind, error, None, None).await;
         }
         self.early_head().await?;
+        self.ends();
         self.error_event(error).await?;
         self.out.finish().await
     }
@@ -116,6 +120,7 @@ impl Generation<'_, '_, '_> {
             return self.silent(std::future::pending::<End>()).await;
         }
         self.ticket.broken();
+        self.slot = None;
         let error = Problem::plain(
             self.reply.kind,
             500,

@@ -18,7 +18,7 @@ use super::route::problem;
 use super::server::{Exchange, LeaveRule};
 use super::state::Ticket;
 use super::wire::Gone;
-use super::{Engine, small};
+use super::{Engine, Slot, small};
 
 /// Milliseconds between comments unless `comment_ms` says otherwise.
 const COMMENT_MS: u64 = 100;
@@ -36,6 +36,8 @@ pub struct Generation<'a, 'w, 'c> {
     pub behave: Arc<Behave>,
     pub reply: Reply,
     pub stream: bool,
+    /// Given back on Drop if not before.
+    pub slot: Option<Slot<'a>>,
 }
 
 /// Answers a generation request.
@@ -104,6 +106,7 @@ pub async fn generate(
         behave,
         reply,
         stream,
+        slot: None,
     }
     .run()
     .await
@@ -176,7 +179,7 @@ impl Generation<'_, '_, '_> {
             // A 200 while queued: no sign of admission.
             self.early_head().await?;
         }
-        let _slot = self.silent(place.slot()).await?;
+        self.slot = Some(self.silent(place.slot()).await?);
         self.silence(self.behave.prefill_ms.unwrap_or(engine.options.prefill_ms))
             .await?;
         engine.count_prompt(self.reply.prompt_tokens);
@@ -253,7 +256,14 @@ impl Generation<'_, '_, '_> {
         Ok(())
     }
 
+    /// What is sent from here on ends the answer: slot and count go back first, as whoever gets it may ask again at once.
+    pub fn ends(&mut self) {
+        self.slot = None;
+        self.out.ends();
+    }
+
     async fn end_stream(&mut self) -> Result<End, Gone> {
+        self.ends();
         for burst in self.reply.closing() {
             self.send(&burst).await?;
         }
@@ -290,10 +300,7 @@ impl Generation<'_, '_, '_> {
             self.out.write(&body).await?;
             return Ok(End::Close);
         }
-        if self.out.started() {
-            self.out.chunk(&body).await?;
-            return self.out.finish().await;
-        }
+        self.ends();
         self.out.whole(200, &headers, &body).await
     }
 

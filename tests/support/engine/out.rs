@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::behave::Behave;
 use super::options::Kind;
+use super::state::Ticket;
 use super::wire::{Gone, Head, Writer};
 
 /// What is to become of the connection.
@@ -38,6 +39,8 @@ pub struct Out<'w, 'c> {
     held: Vec<u8>,
     held_events: usize,
     started: bool,
+    /// What is answered, unless it is a probe.
+    ticket: Option<&'w Ticket<'w>>,
     /// The client left, yet the engine goes on (llama.cpp with `X-Conversation-Id`).
     pub deaf: bool,
 }
@@ -53,11 +56,13 @@ struct Style {
 
 impl<'w, 'c> Out<'w, 'c> {
     /// `keep_alive`: whether the connection stays after this answer; `keepalive_header` says so to the client.
+    /// `ticket` ends with the answer.
     pub fn new(
         writer: &'w mut Writer<'c>,
         kind: Kind,
         head: &Head,
         keep_alive: bool,
+        ticket: Option<&'w Ticket<'w>>,
     ) -> Out<'w, 'c> {
         Out {
             writer,
@@ -70,6 +75,7 @@ impl<'w, 'c> Out<'w, 'c> {
             held: Vec::new(),
             held_events: 0,
             started: false,
+            ticket,
             deaf: false,
         }
     }
@@ -110,6 +116,13 @@ impl<'w, 'c> Out<'w, 'c> {
         self.started
     }
 
+    /// What is written from here on ends the answer. See [`Ticket::completed`].
+    pub fn ends(&self) {
+        if let Some(ticket) = self.ticket {
+            ticket.completed();
+        }
+    }
+
     /// Writes a whole response in one write; its body alone if a head is out already.
     pub async fn whole(
         &mut self,
@@ -117,6 +130,7 @@ impl<'w, 'c> Out<'w, 'c> {
         headers: &[(&str, &str)],
         body: &[u8],
     ) -> Result<End, Gone> {
+        self.ends();
         if self.started {
             self.chunk(body).await?;
             return self.finish().await;
@@ -225,6 +239,7 @@ impl<'w, 'c> Out<'w, 'c> {
 
     /// Ends a chunked body as it should end.
     pub async fn finish(&mut self) -> Result<End, Gone> {
+        self.ends();
         self.flush().await?;
         if !self.http10 && !self.head_only {
             self.write(b"0\r\n\r\n").await?;

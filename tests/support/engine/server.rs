@@ -225,7 +225,13 @@ impl Conversation<'_> {
         }
         let max = engine.options.keepalive_max_requests();
         let keep = head.keep_alive() && !ignore_body && (max == 0 || served < max);
-        let mut out = Out::new(&mut self.writer, engine.options.kind, head, keep);
+        let mut out = Out::new(
+            &mut self.writer,
+            engine.options.kind,
+            head,
+            keep,
+            ticket.as_ref(),
+        );
         if engine.options.kind == Kind::Llamacpp {
             out.keepalive_header(format!(
                 "timeout={}, max={max}",
@@ -262,11 +268,11 @@ async fn answer(exchange: &Exchange<'_>, reader: &mut Reader<'_>, out: &mut Out<
                     engine.state.left();
                 }
                 match exchange.leave.rule() {
-                    LeaveRule::Now => return End::Close,
+                    LeaveRule::Now => return cancelled(exchange),
                     LeaveRule::Never => answer.await,
                     LeaveRule::WhenQuiet => tokio::select! {
                         result = &mut answer => result,
-                        () = engine.quiet() => return End::Close,
+                        () = engine.quiet() => return cancelled(exchange),
                     },
                 }
             }
@@ -282,7 +288,14 @@ async fn answer(exchange: &Exchange<'_>, reader: &mut Reader<'_>, out: &mut Out<
             if ticket.is_some() {
                 engine.state.left();
             }
-            End::Close
+            cancelled(exchange)
         }
     }
+}
+
+fn cancelled(exchange: &Exchange<'_>) -> End {
+    if let Some(ticket) = exchange.ticket {
+        ticket.cancelled();
+    }
+    End::Close
 }

@@ -87,11 +87,12 @@ pub struct State {
     tokens: AtomicU64,
 }
 
-/// One open request: gives its count back on Drop, as cancelled unless it was said otherwise.
+/// One open request: gives its count back when it ends, on Drop at the latest, as cancelled unless it was said otherwise.
 pub struct Ticket<'a> {
     state: &'a State,
     n: u64,
-    done: AtomicBool,
+    /// As what it is counted, once it has ended.
+    ended: Mutex<Option<&'static str>>,
     broken: AtomicBool,
     streaming: AtomicBool,
     pub tokens: AtomicU64,
@@ -116,6 +117,14 @@ impl StateView {
     /// The newest request to this path.
     pub fn newest(&self, path: &str) -> Option<&RequestView> {
         self.last.iter().rev().find(|request| request.path == path)
+    }
+
+    fn ended_as(&mut self, outcome: &str) -> &mut u64 {
+        match outcome {
+            "broken" => &mut self.broken,
+            "completed" => &mut self.completed,
+            _ => &mut self.cancelled,
+        }
     }
 }
 
@@ -162,17 +171,12 @@ impl State {
             seen.last.push_back((request, Bytes::new()));
             view.total
         });
-        let (done, broken, streaming) = (
-            AtomicBool::new(false),
-            AtomicBool::new(false),
-            AtomicBool::new(false),
-        );
         Ticket {
             state: self,
             n,
-            done,
-            broken,
-            streaming,
+            ended: Mutex::new(None),
+            broken: AtomicBool::new(false),
+            streaming: AtomicBool::new(false),
             tokens: AtomicU64::new(0),
         }
     }
@@ -325,9 +329,52 @@ impl Ticket<'_> {
         self.broken.store(true, Ordering::Relaxed);
     }
 
-    /// Answered to the end.
+    /// Answered to the end, or as good as: to be said before the last bytes go out, since whoever has them may look at the
+    /// counters, or ask again, before the engine gets to run.
     pub fn completed(&self) {
-        self.done.store(true, Ordering::Relaxed);
+        self.end("completed");
+    }
+
+    /// The client left, also if it was to get its last bytes just now.
+    pub fn cancelled(&self) {
+        self.end("cancelled");
+    }
+
+    fn end(&self, outcome: &'static str) {
+        let outcome = match self.broken.load(Ordering::Relaxed) {
+            true => "broken",
+            false => outcome,
+        };
+        let before = self
+            .ended
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+            .replace(outcome);
+        if before == Some(outcome) {
+            return;
+        }
+        let ended_ms = Some(self.state.now_ms());
+        self.entry(|(request, _)| {
+            request.outcome = outcome.to_owned();
+            request.ended_ms = ended_ms;
+            request.tokens = self.tokens.load(Ordering::Relaxed);
+        });
+        let was_stream = self.streaming.load(Ordering::Relaxed);
+        self.state.change(|seen| {
+            let view = &mut seen.view;
+            match before {
+                None => {
+                    view.open -= 1;
+                    view.open_streams -= u64::from(was_stream);
+                }
+                // A reset may have come between.
+                Some(before) => {
+                    let count = view.ended_as(before);
+                    *count = count.saturating_sub(1);
+                }
+            }
+            *view.ended_as(outcome) += 1;
+        });
     }
 
     fn entry(&self, apply: impl FnOnce(&mut (RequestView, Bytes))) {
@@ -349,31 +396,13 @@ impl Ticket<'_> {
 
 impl Drop for Ticket<'_> {
     fn drop(&mut self) {
-        let outcome = match (
-            self.broken.load(Ordering::Relaxed),
-            self.done.load(Ordering::Relaxed),
-        ) {
-            (true, _) => "broken",
-            (false, true) => "completed",
-            (false, false) => "cancelled",
-        };
-        let ended_ms = Some(self.state.now_ms());
-        self.entry(|(request, _)| {
-            request.outcome = outcome.to_owned();
-            request.ended_ms = ended_ms;
-            request.tokens = self.tokens.load(Ordering::Relaxed);
-        });
-        let was_stream = self.streaming.load(Ordering::Relaxed);
-        self.state.change(|seen| {
-            let view = &mut seen.view;
-            view.open -= 1;
-            view.open_streams -= u64::from(was_stream);
-            match outcome {
-                "broken" => view.broken += 1,
-                "completed" => view.completed += 1,
-                _ => view.cancelled += 1,
-            }
-        });
+        let ended = self
+            .ended
+            .get_mut()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        if ended.is_none() {
+            self.cancelled();
+        }
     }
 }
 

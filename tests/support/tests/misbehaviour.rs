@@ -6,13 +6,13 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use client::{Client, chat, get, post};
-use fake_engine::{Kind, Options, Running, start};
+use fake_engine::{Kind, Options, Running, StateView, start};
 
 const CHAT: &str = "/v1/chat/completions";
 /// Only a test that fails waits for it.
 const SOON: Duration = Duration::from_secs(60);
 /// How long a departure may take to be noticed: short of what an engine would go on for.
-const LEFT_MAX: Duration = Duration::from_secs(10);
+const LEFT_MAX: Duration = Duration::from_secs(30);
 
 fn engine(kind: Kind) -> Running {
     start(Options::new(kind)).unwrap()
@@ -357,6 +357,39 @@ fn a_client_that_leaves_is_noticed_in_every_phase_on_every_endpoint() {
         }
     }
     assert_eq!(engine.state().last.last().unwrap().outcome, "cancelled");
+}
+
+#[test]
+fn an_answer_counts_as_completed_before_its_last_bytes_are_out_and_as_cancelled_if_nobody_takes_them()
+ {
+    // More than the sockets hold, so that its one write waits for the reader.
+    let text = "x".repeat(2 << 20);
+    let body =
+        format!(r#"{{"messages":[{{"role":"user","content":"hi"}}],"fake":{{"text":"{text}"}}}}"#);
+    let engine = start(Options {
+        slots: 1,
+        ..Options::new(Kind::Vllm)
+    })
+    .unwrap();
+    let counts = |state: &StateView| (state.completed, state.cancelled, state.left);
+    for (read, expected) in [(true, (1, 0, 0)), (false, (1, 1, 1))] {
+        let mut client = Client::new(engine.addr());
+        client.post(CHAT, &body, "{}");
+        client.read_until("HTTP/1.1 200");
+        let state = engine.state();
+        assert_eq!((state.open, state.running), (0, 0), "{state:?}");
+        assert_eq!(state.completed, if read { 1 } else { 2 });
+        match read {
+            true => assert!(client.answer().unwrap().whole),
+            false => drop(client),
+        }
+        engine
+            .wait(SOON, |state| counts(state) == expected)
+            .unwrap();
+        let state = engine.state();
+        let outcome = &state.last.last().unwrap().outcome;
+        assert_eq!(outcome, if read { "completed" } else { "cancelled" });
+    }
 }
 
 #[test]
