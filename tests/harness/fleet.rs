@@ -19,6 +19,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use fake_engine::Patience;
 use fake_engine::authority::{self, Authority};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -468,13 +469,9 @@ impl Fleet {
     }
 
     pub fn until(&self, what: &str, mut holds: impl FnMut(&Fleet) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let mut patience = Patience::new(PATIENCE);
         while !holds(self) {
-            assert!(
-                Instant::now() < deadline,
-                "in vain: {what}\n{}",
-                self.story()
-            );
+            assert!(!patience.is_over(), "in vain: {what}\n{}", self.story());
             std::thread::sleep(LOOK_EVERY);
         }
     }

@@ -17,16 +17,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use fake_engine::Patience;
 use serde_json::Value;
 
 pub use client::{Answer, Client, End, Head, chat, data};
 
-/// How long anything that must happen may take, on a machine that stalls: only a test that fails waits for it.
+/// How long anything that must happen may take, on a machine that is slow: only a test that fails waits for it. See [`Patience`] for one
+/// that stands still.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a client's departure may take to reach an engine: long for a machine that stalls, short of what engines here would go on for.
-pub const CANCEL_MAX: Duration = Duration::from_secs(10);
+/// How long a client's departure may take to reach an engine: long for a machine that is slow, short of the 60 s and more that engines here
+/// would go on for.
+pub const CANCEL_MAX: Duration = Duration::from_secs(30);
 /// Between two looks at the admin address.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
@@ -304,10 +307,10 @@ impl Gateway {
     /// # Panics
     /// When it never does, with the server's log.
     pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let mut patience = Patience::new(PATIENCE);
         while !holds() {
             assert!(
-                Instant::now() < deadline,
+                !patience.is_over(),
                 "not within {PATIENCE:?}: {what}\n{:#?}\n{}",
                 self.replicas(),
                 self.log()
@@ -335,15 +338,15 @@ impl Gateway {
 
     /// Waits for a line of the log that contains this; that line.
     pub fn await_log(&self, wanted: &str) -> String {
-        let deadline = Instant::now() + PATIENCE;
+        let mut patience = Patience::new(PATIENCE);
         let mut text = self.log.lock();
         loop {
             if let Some(line) = text.lines().find(|line| line.contains(wanted)) {
                 return line.to_owned();
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "no `{wanted}` in the log:\n{}", *text);
-            let woken = self.log.grew.wait_timeout(text, left);
+            let is_over = patience.is_over();
+            assert!(!is_over, "no `{wanted}` in the log:\n{}", *text);
+            let woken = self.log.grew.wait_timeout(text, LOOK_EVERY);
             text = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -373,11 +376,11 @@ impl Gateway {
 
     /// Waits for the process's end; `None`: it still runs.
     pub fn exited(&mut self, within: Duration) -> Option<ExitStatus> {
-        let deadline = Instant::now() + within;
+        let mut patience = Patience::new(within);
         loop {
             match self.child.try_wait().unwrap() {
                 Some(status) => return Some(status),
-                None if Instant::now() >= deadline => return None,
+                None if patience.is_over() => return None,
                 None => std::thread::sleep(LOOK_EVERY),
             }
         }

@@ -5,9 +5,10 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
 
+use fake_engine::Patience;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -53,12 +54,12 @@ impl Process {
         if let Some(at) = self.heard.iter().position(is_it) {
             return self.heard.remove(at);
         }
-        let until = Instant::now() + PATIENCE;
+        let mut patience = Patience::new(PATIENCE);
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.said.recv_timeout(left) {
+            match self.said.recv_timeout(LOOK_EVERY) {
                 Ok(line) if is_it(&line) => return line,
                 Ok(line) => self.heard.push(line),
+                Err(RecvTimeoutError::Timeout) if !patience.is_over() => {}
                 Err(_) => panic!("it never said {wanted:?}, but {:#?}", self.heard),
             }
         }
@@ -81,8 +82,8 @@ impl Process {
     }
 
     pub fn ends(&mut self) -> ExitStatus {
-        let until = Instant::now() + PATIENCE;
-        while Instant::now() < until {
+        let mut patience = Patience::new(PATIENCE);
+        while !patience.is_over() {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }

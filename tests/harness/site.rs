@@ -7,8 +7,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use fake_engine::Patience;
 use serde_json::Value;
 
 use super::harness::Client;
@@ -205,25 +206,17 @@ impl Site {
     }
 
     pub fn until(&self, what: &str, mut holds: impl FnMut(&Site) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let mut patience = Patience::new(PATIENCE);
         while !holds(self) {
-            assert!(
-                Instant::now() < deadline,
-                "in vain: {what}\n{}",
-                self.story()
-            );
+            assert!(!patience.is_over(), "in vain: {what}\n{}", self.story());
             std::thread::sleep(LOOK_EVERY);
         }
     }
 
     pub fn until_mut(&mut self, what: &str, mut holds: impl FnMut(&mut Site) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let mut patience = Patience::new(PATIENCE);
         while !holds(self) {
-            assert!(
-                Instant::now() < deadline,
-                "in vain: {what}\n{}",
-                self.story()
-            );
+            assert!(!patience.is_over(), "in vain: {what}\n{}", self.story());
             std::thread::sleep(LOOK_EVERY);
         }
     }

@@ -5,26 +5,28 @@
 
 pub mod authority;
 mod engine;
+mod patience;
 pub mod process;
 
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
 pub use engine::behave::{Behave, BehaveError, How, Shape};
 pub use engine::options::{Kind, Options};
 pub use engine::state::{RequestView, StateView};
+pub use patience::Patience;
 
 use engine::Engine;
 use engine::server::{self, Door};
 
 /// How long [`Running::until`] sleeps at most, in milliseconds; changes wake it.
 const LOOK_EVERY_MS: u64 = 50;
-/// How long the listener, or the engine's end, is waited for at most, in milliseconds.
-const SETTLE_MAX_MS: u64 = 2000;
+/// How long the listener, or the engine's end, is waited for at most.
+const SETTLE_MAX: Duration = Duration::from_secs(60);
 
 /// An engine within this process, on threads of its own; gone when dropped, as a killed process is.
 pub struct Running {
@@ -95,14 +97,15 @@ impl Running {
     /// Sets keys of the engine's own behaviour, as `POST /fake/behave`.
     ///
     /// # Panics
-    /// On keys or values that do not exist: a test with a typing error must not pass.
+    /// On keys or values that do not exist: a test with a typing error must not pass. And when the listener never becomes what they say.
     pub fn behave(&self, json: &str) {
         if let Err(error) = self.engine.merge(json) {
             panic!("{error}: {json}");
         }
         // The listener closes and opens in the engine's own time.
-        let deadline = Instant::now() + Duration::from_millis(SETTLE_MAX_MS);
-        while !self.engine.is_settled() && Instant::now() < deadline {
+        let mut patience = Patience::new(SETTLE_MAX);
+        while !self.engine.is_settled() {
+            assert!(!patience.is_over(), "the listener is not as told: {json}");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -118,13 +121,13 @@ impl Running {
         within: Duration,
         wanted: impl Fn(&StateView) -> bool,
     ) -> Result<StateView, Box<StateView>> {
-        let deadline = Instant::now() + within;
+        let mut patience = Patience::new(within);
         loop {
             let state = self.state();
             if wanted(&state) {
                 return Ok(state);
             }
-            if Instant::now() >= deadline {
+            if patience.is_over() {
                 return Err(Box::new(state));
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -137,14 +140,14 @@ impl Running {
         within: Duration,
         wanted: impl Fn(&StateView) -> bool,
     ) -> Result<StateView, Box<StateView>> {
-        let deadline = Instant::now() + within;
+        let mut patience = Patience::new(within);
         let mut changes = self.engine.state.changes();
         loop {
             let state = self.state();
             if wanted(&state) {
                 return Ok(state);
             }
-            if Instant::now() >= deadline {
+            if patience.is_over() {
                 return Err(Box::new(state));
             }
             // Token counts move without a change being told, hence the limit.
@@ -164,7 +167,7 @@ impl Running {
         };
         // On a thread of its own: a runtime must not be waited for from within another.
         let ending = std::thread::spawn(move || {
-            runtime.shutdown_timeout(Duration::from_millis(SETTLE_MAX_MS))
+            runtime.shutdown_timeout(SETTLE_MAX);
         });
         let _ = ending.join();
     }

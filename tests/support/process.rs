@@ -5,13 +5,13 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
-use crate::StateView;
+use crate::{Patience, StateView};
 
 /// How long a control request may take, on a machine that stalls, in milliseconds.
 const CONTROL_MAX_MS: u64 = 60_000;
@@ -109,12 +109,12 @@ impl Process {
 
     /// Waits for the end; `None`: it still runs.
     pub fn exited(&mut self, within: Duration) -> io::Result<Option<ExitStatus>> {
-        let deadline = Instant::now() + within;
+        let mut patience = Patience::new(within);
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(Some(status));
             }
-            if Instant::now() >= deadline {
+            if patience.is_over() {
                 return Ok(None);
             }
             std::thread::sleep(Duration::from_millis(LOOK_EVERY_MS));
@@ -142,13 +142,13 @@ impl Process {
         within: Duration,
         wanted: impl Fn(&StateView) -> bool,
     ) -> Result<StateView, Box<StateView>> {
-        let deadline = Instant::now() + within;
+        let mut patience = Patience::new(within);
         loop {
             let state = self.state().unwrap_or_default();
             if wanted(&state) {
                 return Ok(state);
             }
-            if Instant::now() >= deadline {
+            if patience.is_over() {
                 return Err(Box::new(state));
             }
             std::thread::sleep(Duration::from_millis(LOOK_EVERY_MS));

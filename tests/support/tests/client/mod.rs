@@ -211,6 +211,8 @@ impl Client {
                 return true;
             }
             Err(error) if error.kind() == ErrorKind::ConnectionReset => self.reset = true,
+            // The test was stopped, and goes on.
+            Err(error) if error.kind() == ErrorKind::Interrupted => return self.fill(),
             Err(error) => panic!("{error}"),
         }
         false
