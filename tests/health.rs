@@ -237,7 +237,7 @@ fn an_engine_that_is_loading_gets_no_traffic_and_requests_are_told_why() {
         for (kind, name) in kinds {
             scope.spawn(move || {
                 let engine = fake_engine::start(Options {
-                    load_ms: 10_000,
+                    load_ms: 600_000,
                     ..Options::new(kind)
                 })
                 .unwrap();
@@ -282,6 +282,7 @@ fn an_engine_that_is_loading_gets_no_traffic_and_requests_are_told_why() {
 }
 
 #[test]
+                engine.behave(r#"{"loaded":1}"#);
 fn one_probe_without_an_answer_is_not_death_and_three_are() {
     let engine = engine(Kind::Vllm, "{}");
     let gateway = Gateway::over("vllm", &[&engine]);

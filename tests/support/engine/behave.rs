@@ -79,6 +79,8 @@ pub struct Behave {
     /// Do not read the request's body (header only).
     pub ignore_body: bool,
     // The engine.
+    /// The share of its loading, from 0 to 1, that is over whatever the time says.
+    pub loaded: Option<f64>,
     pub health: Health,
     /// Milliseconds that `/health` takes. Default 1000 for SGLang, else 0.
     pub health_ms: Option<u64>,

@@ -61,6 +61,8 @@ pub struct Engine {
     pub listening: watch::Sender<bool>,
     /// Everything ends, as if the process were gone.
     pub stopped: watch::Sender<bool>,
+    /// The share of loading that is over whatever the time says.
+    pub loaded: watch::Sender<f64>,
     /// The most tokens of an answer for now.
     held_after: watch::Sender<Option<u64>>,
     runtime: Handle,
@@ -97,6 +99,7 @@ impl Engine {
             accepting: watch::Sender::new(true),
             listening: watch::Sender::new(false),
             stopped: watch::Sender::new(false),
+            loaded: watch::Sender::new(0.0),
             held_after: watch::Sender::new(None),
             state: State::new(),
             started: Instant::now(),
@@ -116,30 +119,45 @@ impl Engine {
 
     /// Where the kind is in its start-up.
     pub fn phase(&self) -> Phase {
-        if self.started.elapsed() < Duration::from_millis(self.options.load_ms) {
+        let load = Duration::from_millis(self.options.load_ms);
+        if self.started.elapsed() < load && *self.loaded.borrow() < 1.0 {
             Phase::Loading
         } else {
             Phase::Ready
         }
     }
 
-    /// When the listener opens: vLLM and a hosted server when ready, SGLang half-way, llama.cpp at once.
-    pub fn listen_at(&self) -> Instant {
-        let ms = match self.options.kind {
-            Kind::Llamacpp => 0,
-            Kind::Sglang => self.options.load_ms / 2,
-            Kind::Vllm | Kind::Openai => self.options.load_ms,
-        };
-        self.started + Duration::from_millis(ms)
+    /// The share of loading after which the listener opens: vLLM and a hosted server when ready, SGLang half-way, llama.cpp at once.
+    fn listens_from(&self) -> f64 {
+        match self.options.kind {
+            Kind::Llamacpp => 0.0,
+            Kind::Sglang => 0.5,
+            Kind::Vllm | Kind::Openai => 1.0,
+        }
+    }
+
+    fn listen_at(&self) -> Instant {
+        let load = Duration::from_millis(self.options.load_ms);
+        self.started + load.mul_f64(self.listens_from())
     }
 
     pub fn listens_at_once(&self) -> bool {
         self.listen_at() <= self.started
     }
 
+    /// Returns when loading has come so far that the listener opens.
+    pub async fn may_listen(&self) {
+        let mut loaded = self.loaded.subscribe();
+        let told = loaded.wait_for(|share| *share >= self.listens_from());
+        // The engine outlives its listener.
+        let _ = tokio::time::timeout_at(self.listen_at(), told).await;
+    }
+
     /// Whether the listener is as `accept` wants it, as far as loading allows.
     pub fn is_settled(&self) -> bool {
-        Instant::now() < self.listen_at() || *self.listening.borrow() == *self.accepting.borrow()
+        let is_told = *self.loaded.borrow() >= self.listens_from();
+        let may_listen = is_told || Instant::now() >= self.listen_at();
+        !may_listen || *self.listening.borrow() == *self.accepting.borrow()
     }
 
     /// Returns when it is.
@@ -344,6 +362,7 @@ impl Engine {
             *frozen = self.live_page(behave);
         }
         drop(frozen);
+        self.loaded.send_replace(behave.loaded.unwrap_or(0.0));
         self.held_after.send_replace(behave.hold_after);
         let accept = behave.accept.unwrap_or(true);
         self.accepting.send_replace(accept);

@@ -96,7 +96,7 @@ pub fn open(socket: TcpSocket) -> io::Result<TcpListener> {
 
 /// Serves the main address: opens when the kind opens, closes and opens again as `accept` says.
 pub async fn listen(engine: Arc<Engine>, mut door: Door) -> io::Result<()> {
-    tokio::time::sleep_until(engine.listen_at()).await;
+    engine.may_listen().await;
     let mut accepting = engine.accepting.subscribe();
     let mut stopped = engine.stopped.subscribe();
     loop {
