@@ -8,6 +8,7 @@
 
 pub mod ask;
 mod client;
+mod held_up;
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write as _};
@@ -23,6 +24,7 @@ use fake_engine::Patience;
 use serde_json::Value;
 
 pub use client::{Answer, Client, End, Head, chat, data};
+pub use held_up::unless_held_up;
 
 /// How long anything that must happen may take, on a machine that is slow: only a test that fails waits for it. See [`Patience`] for one
 /// that stands still.
