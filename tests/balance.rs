@@ -5,15 +5,18 @@ mod harness;
 mod more;
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use fake_engine::{Kind, Options, Running};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use harness::{Answer, Gateway, PATIENCE, Setup, chat};
+use harness::{Answer, Gateway, PATIENCE, Setup, chat, unless_held_up};
 use more::{assert_ok, at_once, begin_stream, calls, chat_of, engine, finish_stream, replica};
 
 const CHAT: &str = "/v1/chat/completions";
+/// An engine's numbers that are 2 s old are distrusted.
+const GAP_MAX: Duration = Duration::from_secs(1);
 
 /// So many engines that behave like this.
 fn engines(count: usize, behave: &str) -> Vec<Running> {
@@ -32,14 +35,28 @@ fn over(setup: Setup, engines: &[Running]) -> Gateway {
 
 #[test]
 fn fifty_requests_at_the_same_moment_are_spread_though_no_engine_has_answered_yet() {
-    let engines = engines(4, r#"{"first_ms":1500}"#);
+    // Not a byte before all are there: an answer that is not streamed has no early head.
+    let engines = engines(4, r#"{"hold_after":0}"#);
     let gateway = over(Setup::new(), &engines);
-    let answers = at_once(50, |_| gateway.post(CHAT, &chat(true), ""));
-    assert_ok(&answers);
-    for engine in &engines {
-        let peak = engine.state().peak_open;
-        assert!((11..=14).contains(&peak), "{peak} of 50 on one of four");
-    }
+    std::thread::scope(|scope| {
+        let answers = scope.spawn(|| at_once(50, |_| gateway.post(CHAT, &chat(false), "")));
+        let open = || {
+            engines
+                .iter()
+                .map(|engine| engine.state().open)
+                .sum::<u64>()
+        };
+        gateway.until("all are on their engines", || open() == 50);
+        let spread: Vec<u64> = engines.iter().map(|engine| engine.state().open).collect();
+        for engine in &engines {
+            engine.behave(r#"{"hold_after":null}"#);
+        }
+        assert_ok(&answers.join().unwrap());
+        assert!(
+            spread.iter().all(|open| (11..=14).contains(open)),
+            "{spread:?} of 50"
+        );
+    });
     gateway.counters_are_zero();
 }
 
@@ -105,13 +122,16 @@ fn a_busy_replica_is_passed_over_for_a_while_and_fails_no_request() {
     let engines = engines(2, "{}");
     let gateway = over(Setup::new(), &engines);
     engines[0].behave(r#"{"status":429}"#);
+    let began = Instant::now();
     for _ in 0..100 {
         assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
     }
     let asked = engines[0].state().total;
+    // One a second.
+    let most = 2 + began.elapsed().as_secs();
     assert!(
-        asked <= 10,
-        "{asked} of 100 requests were refused there first"
+        asked <= most,
+        "{asked} of 100 requests were refused there first, at most {most}"
     );
     engines[0].behave(r#"{"status":null}"#);
     gateway.until("it gets requests again", || {
@@ -174,43 +194,45 @@ fn an_alias_is_resolved_before_any_check_and_is_no_way_around_one() {
 
 #[test]
 fn models_that_share_engines_share_their_slots_and_nothing_else() {
-    let engines = engines(2, "{}");
-    let mut setup = Setup::new();
-    for model in ["fake", "other"] {
-        setup = setup.model(model, "");
-        for engine in &engines {
-            setup = setup.endpoint("vllm", &engine.url(), "serves: fake");
+    unless_held_up(GAP_MAX, || {
+        let engines = engines(2, "{}");
+        let mut setup = Setup::new();
+        for model in ["fake", "other"] {
+            setup = setup.model(model, "");
+            for engine in &engines {
+                setup = setup.endpoint("vllm", &engine.url(), "serves: fake");
+            }
         }
-    }
-    let gateway = setup.start();
-    gateway.ready("fake", 2);
-    gateway.ready("other", 2);
-    // What one model has on an engine is load for the other.
-    let slow = r#"{"token_ms":60000}"#;
-    let mut streams = Vec::new();
-    for model in ["fake", "other"].repeat(6) {
-        streams.push(begin_stream(&gateway, &chat_of(model, true), slow));
-    }
-    for row in gateway.replicas() {
-        assert_eq!(row["inflight"], 6, "{row}");
-    }
-    for engine in &engines {
-        assert_eq!(engine.state().open, 6);
-    }
-    drop(streams);
-    gateway.counters_are_zero();
-    // And a breaker that one model opened is closed for the other.
-    for _ in 0..6 {
-        gateway.post(CHAT, &chat_of("other", false), r#"{"status":500}"#);
-    }
-    let breakers: Vec<_> = gateway
-        .replicas()
-        .into_iter()
-        .map(|row| (row["model"].clone(), row["breaker"] == "closed"))
-        .collect();
-    assert!(breakers.contains(&(json!("other"), false)), "{breakers:?}");
-    assert!(!breakers.contains(&(json!("fake"), false)), "{breakers:?}");
-    assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
+        let gateway = setup.start();
+        gateway.ready("fake", 2);
+        gateway.ready("other", 2);
+        // What one model has on an engine is load for the other.
+        let slow = r#"{"token_ms":60000}"#;
+        let mut streams = Vec::new();
+        for model in ["fake", "other"].repeat(6) {
+            streams.push(begin_stream(&gateway, &chat_of(model, true), slow));
+        }
+        for row in gateway.replicas() {
+            assert_eq!(row["inflight"], 6, "{row}");
+        }
+        for engine in &engines {
+            assert_eq!(engine.state().open, 6);
+        }
+        drop(streams);
+        gateway.counters_are_zero();
+        // And a breaker that one model opened is closed for the other.
+        for _ in 0..6 {
+            gateway.post(CHAT, &chat_of("other", false), r#"{"status":500}"#);
+        }
+        let breakers: Vec<_> = gateway
+            .replicas()
+            .into_iter()
+            .map(|row| (row["model"].clone(), row["breaker"] == "closed"))
+            .collect();
+        assert!(breakers.contains(&(json!("other"), false)), "{breakers:?}");
+        assert!(!breakers.contains(&(json!("fake"), false)), "{breakers:?}");
+        assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
+    });
 }
 
 #[test]
@@ -285,35 +307,37 @@ fn a_replica_that_closes_before_it_answers_attracts_no_traffic_though_its_probes
 
 #[test]
 fn a_replica_that_hangs_while_its_health_answers_is_taken_out_and_tried_by_one_at_a_time() {
-    let engines = engines(4, "{}");
-    let setup = Setup::new().limit("first_byte_timeout", "5s");
-    let gateway = over(setup, &engines);
-    let hung = &engines[0];
-    hung.behave(r#"{"hang_generate":true}"#);
-    assert_ok(&at_once(24, |_| gateway.post(CHAT, &chat(false), "")));
-    let row = replica(&gateway, hung.addr());
-    assert_eq!(row["state"], "open", "{row}");
-    assert!(
-        row["reason"].as_str().unwrap().contains("fell silent"),
-        "{row}"
-    );
-    let gone = hung.wait(PATIENCE, |state| state.open == 0);
-    assert!(gone.is_ok());
-    // From now on at most one request at a time finds out, and is answered elsewhere.
-    hung.reset();
-    hung.behave(r#"{"hang_generate":true}"#);
-    let found_out = |count| {
-        gateway.until("it is tried again", || {
-            assert_ok(&at_once(6, |_| gateway.post(CHAT, &chat(false), "")));
-            hung.state().total >= count
+    unless_held_up(GAP_MAX, || {
+        let engines = engines(4, "{}");
+        let setup = Setup::new().limit("first_byte_timeout", "5s");
+        let gateway = over(setup, &engines);
+        let hung = &engines[0];
+        hung.behave(r#"{"hang_generate":true}"#);
+        assert_ok(&at_once(24, |_| gateway.post(CHAT, &chat(false), "")));
+        let row = replica(&gateway, hung.addr());
+        assert_eq!(row["state"], "open", "{row}");
+        assert!(
+            row["reason"].as_str().unwrap().contains("fell silent"),
+            "{row}"
+        );
+        let gone = hung.wait(PATIENCE, |state| state.open == 0);
+        assert!(gone.is_ok());
+        // From now on at most one request at a time finds out, and is answered elsewhere.
+        hung.reset();
+        hung.behave(r#"{"hang_generate":true}"#);
+        let found_out = |count| {
+            gateway.until("it is tried again", || {
+                assert_ok(&at_once(6, |_| gateway.post(CHAT, &chat(false), "")));
+                hung.state().total >= count
+            });
+        };
+        found_out(2);
+        assert_eq!(hung.state().peak_open, 1);
+        hung.behave(r#"{"hang_generate":null}"#);
+        gateway.until("it is back", || {
+            assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
+            replica(&gateway, hung.addr())["state"] == "ready"
         });
-    };
-    found_out(2);
-    assert_eq!(hung.state().peak_open, 1);
-    hung.behave(r#"{"hang_generate":null}"#);
-    gateway.until("it is back", || {
-        assert_ok(&[gateway.post(CHAT, &chat(false), "")]);
-        replica(&gateway, hung.addr())["state"] == "ready"
     });
 }
 
@@ -421,24 +445,43 @@ fn an_engine_never_gets_more_requests_at_once_than_it_has_slots() {
         .endpoint("llamacpp", &llamacpp.url(), "slots: 2")
         .start();
     gateway.ready("fake", 1);
-    let answers = at_once(24, |number| {
+    let send = |number: usize| {
         let mut client = gateway.client();
-        client.post(CHAT, &chat(number % 2 == 0), "");
-        // Some leave while they wait or run: their slot must not be given twice, or lost.
-        (number % 4 != 3).then(|| client.answer())
-    });
-    let answers: Vec<Answer> = answers.into_iter().flatten().collect();
-    assert_ok(&answers);
+        client.post(CHAT, &chat(number.is_multiple_of(2)), "");
+        client
+    };
+    // Some leave while they wait: no slot must be given to them.
+    llamacpp.behave(r#"{"hold_after":0}"#);
+    let mut clients: Vec<_> = (0..2).map(send).collect();
+    llamacpp.wait(PATIENCE, |state| state.open == 2).unwrap();
+    clients.extend((2..24).map(send));
+    gateway.queued(22);
+    clients.truncate(20);
+    gateway.queued(18);
+    llamacpp.behave(r#"{"hold_after":null}"#);
+    let answers = clients.iter_mut().map(|client| client.answer());
+    assert_ok(&answers.collect::<Vec<_>>());
     let state = llamacpp.state();
     assert!(state.peak_open <= 2, "{} at once", state.peak_open);
-    gateway.counters_are_zero();
-    let streams: Vec<_> = (0..2)
-        .map(|_| begin_stream(&gateway, &chat(true), r#"{"token_ms":50}"#))
-        .collect();
-    gateway.until("both slots are taken", || {
-        gateway.replicas().iter().all(|row| row["inflight"] == 2)
+    // Some leave at any time: a new connection may bring the next one before the engine sees that they have, and no slot must be lost.
+    let answers = at_once(24, |number| {
+        let mut client = send(number);
+        (number % 4 != 3).then(|| client.answer())
     });
+    assert_ok(&answers.into_iter().flatten().collect::<Vec<_>>());
+    gateway.counters_are_zero();
+    llamacpp.wait(PATIENCE, |state| state.open == 0).unwrap();
+    llamacpp.reset();
+    llamacpp.behave(r#"{"hold_after":1}"#);
+    let streams: Vec<_> = (0..2)
+        .map(|_| begin_stream(&gateway, &chat(true), ""))
+        .collect();
+    let waits = send(0);
+    gateway.queued(1);
+    assert_eq!(replica(&gateway, llamacpp.addr())["inflight"], 2);
+    assert_eq!(llamacpp.state().open, 2);
+    llamacpp.behave(r#"{"hold_after":null}"#);
     streams.into_iter().for_each(finish_stream);
-    let within = llamacpp.wait(PATIENCE, |state| state.open == 0).unwrap();
-    assert!(within.peak_open <= 2);
+    drop(waits);
+    gateway.counters_are_zero();
 }
