@@ -77,14 +77,20 @@ fn a_reused_connection_that_dies_before_a_byte_gets_one_transparent_retry() {
 
 #[test]
 fn connections_are_kept_and_used_again() {
+    let began = Instant::now();
     let engine = engine(Kind::Vllm, "{}");
     let gateway = Gateway::over("vllm", &[&engine]);
     for stream in [false, true].repeat(10) {
         assert_ok(&[gateway.post(CHAT, &chat(stream), "")]);
     }
-    // One for the requests, one for probes, one for scrapes; and one more, should the pace have lost one.
+    // One for the requests, one for probes, one for scrapes; one more, should the pace have lost one; and all anew after 4 s of a machine
+    // that stalls.
+    let most = 4 + 3 * (began.elapsed().as_secs() / 4);
     let accepted = engine.state().accepted_connections;
-    assert!(accepted <= 4, "{accepted} connections for 20 requests");
+    assert!(
+        accepted <= most,
+        "{accepted} connections for 20 requests, at most {most}"
+    );
 }
 
 #[test]
@@ -331,6 +337,8 @@ fn a_slow_stream_may_last_longer_than_any_single_limit() {
 
 #[test]
 fn an_engine_that_accepts_and_never_answers_harms_no_other() {
+    /// Nearly the limit: the first of them may be given up any moment.
+    const HELD_UP: Duration = Duration::from_secs(8);
     let (hung, well) = (engine(Kind::Vllm, "{}"), engine(Kind::Vllm, "{}"));
     let setup = Setup::new()
         .limit("first_byte_timeout", "10s")
@@ -343,6 +351,7 @@ fn an_engine_that_accepts_and_never_answers_harms_no_other() {
     gateway.ready("fake", 2);
     gateway.ready("other", 1);
     hung.behave(r#"{"hang":true}"#);
+    let since = Instant::now();
     let shared = std::thread::scope(|scope| {
         let shared = scope.spawn(|| at_once(20, |_| gateway.post(CHAT, &chat(false), "")));
         let caught = hung.wait(PATIENCE, |state| state.open > 0);
@@ -350,8 +359,9 @@ fn an_engine_that_accepts_and_never_answers_harms_no_other() {
         assert_ok(&at_once(20, |_| {
             gateway.post(CHAT, &chat_of("other", true), "")
         }));
+        // Where the test was held up meanwhile, they have been given up.
         assert!(
-            hung.state().open > 0,
+            hung.state().open > 0 || since.elapsed() >= HELD_UP,
             "the other model does not wait for it"
         );
         shared.join().unwrap()
