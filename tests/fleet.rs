@@ -21,12 +21,14 @@ fn three_replicas_spread_over_two_nodes_serve_and_their_snapshot_replays_to_the_
     assert_eq!((fleet.starts().len(), fleet.engines().len()), (3, 3));
 
     // One slot each: three at once are on three replicas.
-    let streams: Vec<_> = (0..3).map(|_| fleet.stream(30)).collect();
+    let streams: Vec<_> = (0..3).map(|_| fleet.endless_stream()).collect();
     fleet.until("each replica streams", |fleet| {
         let page = fleet.admin_get("/v1/replicas");
         let mut rows = page["replicas"].as_array().unwrap().iter();
         rows.all(|row| row["inflight"] == 1)
     });
+    drop(streams);
+    let streams: Vec<_> = (0..3).map(|_| fleet.stream(3)).collect();
     streams.into_iter().for_each(asserts_whole);
 
     let nodes: Value = serde_json::from_str(&fleet.shown(&["nodes", "--format", "json"])).unwrap();

@@ -535,8 +535,16 @@ impl Fleet {
 
     /// Begins a stream of so many tokens, 50 ms apart, and reads its first event.
     pub fn stream(&self, tokens: u32) -> Client {
-        let fake = format!(r#"{{"tokens":{tokens},"token_ms":50}}"#);
-        let mut client = self.ask(&chat(true), &fake);
+        self.stream_of(&format!(r#"{{"tokens":{tokens},"token_ms":50}}"#))
+    }
+
+    /// One that lasts until its client leaves.
+    pub fn endless_stream(&self) -> Client {
+        self.stream_of(r#"{"die_after":1,"how":"stall"}"#)
+    }
+
+    fn stream_of(&self, fake: &str) -> Client {
+        let mut client = self.ask(&chat(true), fake);
         assert_eq!(client.head().status, 200);
         client.body_until("data:");
         client
