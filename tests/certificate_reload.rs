@@ -276,7 +276,8 @@ fn agents_stay_when_the_servers_certificate_is_renewed_and_go_with_the_authority
     for node in NODES {
         let series = format!("{EXPIRY}{{use=\"node\",node=\"{node}\"}} ");
         assert_eq!(count(&page, &series), 1, "{page}");
-        assert_eq!(connected(&fleet, node), 1, "{}", fleet.story());
+        // It is logged a moment after it is so.
+        fleet.until("the log says so", |fleet| connected(fleet, node) == 1);
     }
     for serves in ["agents", "agents_ca"] {
         let series = format!("{EXPIRY}{{use=\"{serves}\",node=\"\"}} ");
