@@ -24,17 +24,20 @@ fn with_keepalive(kind: Kind, name: &str) -> (Running, Gateway) {
 
 #[test]
 fn a_stream_whose_engine_is_silent_gets_comments_that_parsers_ignore() {
-    for (name, kind) in [("vllm", Kind::Vllm), ("llamacpp", Kind::Llamacpp)] {
-        let (engine, gateway) = with_keepalive(kind, name);
-        // All at once: the silence is much longer than what lies between two comments, on a machine that stalls too.
-        let (asks, gateway) = (ask::streams(), &gateway);
-        std::thread::scope(|scope| {
-            for ask in &asks {
-                for fake in [r#"{"first_ms":5000}"#, r#"{"tokens":2,"token_ms":5000}"#] {
+    let kinds = [("vllm", Kind::Vllm), ("llamacpp", Kind::Llamacpp)];
+    let running = kinds.map(|(name, kind)| with_keepalive(kind, name));
+    let asks = &ask::streams();
+    // All at once: the silence is much longer than what lies between two comments, on a machine that stalls too.
+    std::thread::scope(|scope| {
+        for (_, gateway) in &running {
+            for ask in asks {
+                for fake in [r#"{"first_ms":12000}"#, r#"{"tokens":2,"token_ms":12000}"#] {
                     scope.spawn(move || gets_comments(gateway, ask, fake));
                 }
             }
-        });
+        }
+    });
+    for (engine, gateway) in &running {
         engine.reset();
         for ask in asks {
             // Cancelled while only comments flow.
@@ -87,7 +90,7 @@ fn a_refusal_after_a_comment_is_an_error_event_in_the_dialect_and_a_cut() {
         let mut client = gateway.client();
         ask.send(
             &mut client,
-            r#"{"first_ms":5000,"status":400,"error_message":"too \"long\"\nreally"}"#,
+            r#"{"first_ms":12000,"status":400,"error_message":"too \"long\"\nreally"}"#,
         );
         (ask, client)
     });
