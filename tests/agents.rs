@@ -149,12 +149,12 @@ impl Server {
     }
 }
 
-/// A port below those that the system hands out by itself, free a moment ago.
+/// A port below those that the system hands out by itself and above those that agents have without being told, free a moment ago.
 fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     for _ in 0..10_000 {
         let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(61);
-        let port = u16::try_from(20_000 + number % 12_000).unwrap();
+        let port = u16::try_from(23_000 + number % 9_000).unwrap();
         if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }

@@ -23,9 +23,9 @@ const BRIDGE: &str = "switch";
 
 /// Ports of one node, for its engines, or of a server.
 pub const PORTS_IN_A_ROW_MAX: u16 = 10;
-/// Below those that the system hands out by itself.
-const PORTS_FIRST: u16 = 20_000;
-const PORTS: u32 = 12_000;
+/// Below those that the system hands out by itself, above those that agents have without being told and that `tests/dev.rs` uses.
+const PORTS_FIRST: u16 = 23_000;
+const PORTS: u32 = 9_000;
 
 /// A switch and its hosts.
 pub struct Net {

@@ -262,12 +262,12 @@ pub fn spec(shard: &str, commands: Vec<ShardCommand>) -> ShardSpec {
     }
 }
 
-/// A port below those that the system hands out by itself, free a moment ago.
+/// A port below those that the system hands out by itself and above those that agents have without being told, free a moment ago.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     for _ in 0..10_000 {
         let number = NEXT.fetch_add(1, Ordering::Relaxed) + std::process::id().wrapping_mul(61);
-        let port = u16::try_from(20_000 + number % 12_000).unwrap();
+        let port = u16::try_from(23_000 + number % 9_000).unwrap();
         // Not to listen: a child that another test's supervisor forks meanwhile has a copy, and would keep the port for a while.
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_reuseaddr(true).unwrap();
