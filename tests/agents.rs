@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use fake_engine::Patience;
 use llmgw_core::control::observed::{Commands, Observed, Timing};
 use llmgw_core::control::sessions::{Door, Sessions, SessionsOptions};
 use llmgw_core::control::snapshot::NodeState;
@@ -22,7 +23,7 @@ mod said;
 use said::{PATIENCE, Process};
 
 /// Stopping an agent takes less, although a stream is open: some two seconds, and what a machine that stalls adds to them.
-const STOP_MAX: Duration = Duration::from_secs(12);
+const STOP_MAX: Duration = Duration::from_secs(30);
 
 /// A directory of the test's own, gone afterwards.
 struct Directory(PathBuf);
@@ -143,6 +144,21 @@ impl Server {
         shard(&observed).unwrap()
     }
 
+    /// Waits until a shard has written a line with this in it.
+    async fn until_line(&self, shard: &str, wanted: &str) {
+        let mut patience = Patience::new(PATIENCE);
+        loop {
+            let tail = self.sessions.tail("n1", shard, 100).await;
+            if let Ok(lines) = &tail
+                && lines.iter().any(|line| line.text.contains(wanted))
+            {
+                return;
+            }
+            assert!(!patience.is_over(), "no `{wanted}`: {tail:?}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     fn send(&self, message: ServerMessage) {
         let session = self.observed.borrow().nodes["n1"].session.unwrap();
         self.sessions.send("n1", session, message).unwrap();
@@ -218,10 +234,7 @@ async fn an_engine_is_started_survives_its_agent_and_is_stopped_by_the_next_one(
     server.send(ServerMessage::start(Arc::new(spec.clone())));
     let is_ready = |status: &ShardStatus| status.state == ShardState::Ready;
     server.until_shard("the engine is ready", is_ready).await;
-    let until = Instant::now() + PATIENCE;
-    while let Err(problem) = server.sessions.tail("n1", "m/0/0", 100).await {
-        assert!(Instant::now() < until, "no lines of it: {problem:?}");
-    }
+    server.until_line("m/0/0", "listening").await;
 
     agent.signal(Signal::SIGKILL);
     agent.ends();
@@ -312,7 +325,7 @@ async fn an_agent_that_stops_its_engines_drains_meanwhile_and_refuses_new_ones()
     ]);
     server.until_node(NodeState::Ready).await;
     // It ends when it is killed, and not before.
-    let script = "trap '' TERM; sleep 600; sleep 600";
+    let script = "trap '' TERM; echo up; sleep 600; sleep 600";
     let slow = ShardSpec {
         commands: vec![ShardCommand {
             executable: "sh".to_owned(),
@@ -334,6 +347,8 @@ async fn an_agent_that_stops_its_engines_drains_meanwhile_and_refuses_new_ones()
     server.send(ServerMessage::start(Arc::new(slow)));
     let is_ready = |status: &ShardStatus| status.state == ShardState::Ready;
     server.until_shard("the engine runs", is_ready).await;
+    // Its shell may not have come to the trap.
+    server.until_line("m/0/0", "up").await;
     agent.signal(Signal::SIGTERM);
     server.until_node(NodeState::Draining).await;
     let is_stopping = |status: &ShardStatus| status.state == ShardState::Stopping;

@@ -513,7 +513,7 @@ fn a_full_queue_refuses_nobody_who_was_let_in_and_whose_engine_died() {
 #[test]
 fn who_has_waited_for_long_waits_for_the_first_probe_of_an_engine_that_a_reload_brings() {
     /// Longer than any request waits for a first probe.
-    const LONG: Duration = Duration::from_millis(3_200);
+    const LONG: Duration = Duration::from_millis(5_200);
     let (old, new) = (engine(Kind::Vllm, "{}"), engine(Kind::Vllm, "{}"));
     let gateway = over(Setup::new(), &old);
     let ask = |mark| Ask {

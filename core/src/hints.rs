@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     /// What a test waits for at most; reached only by a failure.
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     struct Directory(PathBuf);
 

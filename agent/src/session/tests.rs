@@ -32,7 +32,7 @@ use super::{DrainFlag, Ended, InventorySource, Session, SessionOptions, ShardCha
 mod tls;
 
 /// No test waits for longer; none waits for less than the event that it waits for.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 const INVENTORY: &str = include_str!("../../../tests/recordings/inventory/two-gpus.json");
 const QUIET: KeepAlive = KeepAlive {
     interval: PATIENCE,

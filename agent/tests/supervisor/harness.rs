@@ -17,7 +17,7 @@ use llmgw_proto::shard::{Readiness, ShardCommand, ShardSpec, ShardState, ShardSt
 use tokio::net::TcpSocket;
 
 /// How long anything that must happen may take.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Between two looks at what tells nobody when it changes.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 pub const PROC: &str = "/proc";
@@ -257,7 +257,7 @@ pub fn spec(shard: &str, commands: Vec<ShardCommand>) -> ShardSpec {
             start_deadline_ms: 60_000,
         },
         slots: None,
-        stop_grace_ms: 10_000,
+        stop_grace_ms: 60_000,
         api_key: None,
     }
 }

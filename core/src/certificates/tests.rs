@@ -19,7 +19,7 @@ use super::trial::SETTLE_MS;
 use super::{Certificates, Files, Material, Opened, Owner, TlsListener, Use, fit};
 
 /// What a test waits for at most; reached only by a failure.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// The clock of every test.
 pub(crate) const NOW: Moment = Moment(1_800_000_000);
 const YEAR_DAYS: i64 = 365;

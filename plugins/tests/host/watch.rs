@@ -12,7 +12,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::{Dir, hook};
 
 /// How long a change may take on a machine that does other things too. Idle it is some 200 ms.
-const NOTICE_MAX: Duration = Duration::from_secs(20);
+const NOTICE_MAX: Duration = Duration::from_secs(60);
 
 fn weights(kv: u32) -> String {
     hook("weights(pool)", &format!("  return {{ kv = {kv} }}"))

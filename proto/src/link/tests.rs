@@ -11,7 +11,7 @@ use crate::enrolment::EnrolmentRefusalCode;
 use crate::identity::{EnrolmentToken, Fingerprint};
 use crate::session::{Goodbye, SessionId};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 const KEEP_ALIVE: KeepAlive = KeepAlive {
     interval: PATIENCE,
     timeout: PATIENCE,
