@@ -22,6 +22,9 @@ use super::stalled;
 
 /// What is smaller finds room in the client's socket, or nearly so, and is worth no allocation to know when it was sent.
 const LARGE_BYTES: usize = 16 * 1024;
+/// HTTP/2: what hyper is given at once. It takes a piece of any size as soon as there is room for one byte of it, and asks for the next when the
+/// client took nearly all of that: who takes less than this in `CLIENT_STALLED_MAX` has stalled. More would not fit into a frame on the wire.
+const PIECE_MAX_BYTES: usize = 16 * 1024;
 
 /// A response body as a connection sends it.
 pub struct Outgoing {
@@ -30,6 +33,8 @@ pub struct Outgoing {
     /// Also held by large pieces that hyper has taken and not sent.
     unsent: Arc<TaskTrackerToken>,
     is_http2: bool,
+    /// HTTP/2: of the answer's last frame, what is not handed out yet.
+    rest: Bytes,
 }
 
 enum State {
@@ -79,7 +84,28 @@ impl Outgoing {
             at_work,
             unsent: Arc::new(unsent),
             is_http2,
+            rest: Bytes::new(),
         }
+    }
+
+    fn hand_out(&mut self, frame: Frame<Bytes>) -> Frame<Bytes> {
+        let frame = frame.map_data(|bytes| self.held_until_sent(bytes));
+        if !self.is_http2 {
+            return frame;
+        }
+        match frame.into_data() {
+            Ok(bytes) => {
+                self.rest = bytes;
+                self.next_piece()
+            }
+            Err(trailers) => trailers,
+        }
+    }
+
+    fn next_piece(&mut self) -> Frame<Bytes> {
+        stalled::waits_for_client();
+        let length = self.rest.len().min(PIECE_MAX_BYTES);
+        Frame::data(self.rest.split_to(length))
     }
 
     fn held_until_sent(&self, bytes: Bytes) -> Bytes {
@@ -118,12 +144,13 @@ impl Body for Outgoing {
             match &mut outgoing.state {
                 State::Answer(answer) => {
                     stalled::waits_for_engine();
+                    if !outgoing.rest.is_empty() {
+                        return Poll::Ready(Some(Ok(outgoing.next_piece())));
+                    }
                     match ready!(Pin::new(answer).poll_frame(context)) {
                         Some(Err(unfinished)) => outgoing.cut(unfinished, context),
                         Some(Ok(frame)) => {
-                            stalled::waits_for_client();
-                            let frame = frame.map_data(|bytes| outgoing.held_until_sent(bytes));
-                            return Poll::Ready(Some(Ok(frame)));
+                            return Poll::Ready(Some(Ok(outgoing.hand_out(frame))));
                         }
                         None => return Poll::Ready(None),
                     }
@@ -142,14 +169,22 @@ impl Body for Outgoing {
 
     fn is_end_stream(&self) -> bool {
         match &self.state {
-            State::Answer(answer) => answer.is_end_stream(),
+            State::Answer(answer) => self.rest.is_empty() && answer.is_end_stream(),
             State::Leaving { .. } | State::Cut => false,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.state {
-            State::Answer(answer) => answer.size_hint(),
+            State::Answer(answer) => {
+                let rest = self.rest.len() as u64;
+                let mut size = answer.size_hint();
+                if let Some(upper) = size.upper() {
+                    size.set_upper(upper + rest);
+                }
+                size.set_lower(size.lower() + rest);
+                size
+            }
             State::Leaving { .. } | State::Cut => SizeHint::default(),
         }
     }
@@ -378,5 +413,48 @@ mod tests {
         let read = answer.collect().await.unwrap().to_bytes();
         assert_eq!(read.len(), WHOLE_BYTES);
         unsent.wait().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn over_http2_a_client_that_stops_reading_a_whole_answer_has_its_stream_reset() {
+        let (answer, unsent) = ask_over_http2(ROOM_BYTES, large()).await;
+        tokio::time::sleep(CLIENT_STALLED_MAX + LATE).await;
+        assert!(unsent.is_empty(), "it is still held");
+        let (text, error) = read(answer).await;
+        assert_eq!(text.len(), ROOM_BYTES);
+        assert!(error.contains("CANCEL"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn over_http2_a_client_that_reads_a_whole_answer_slowly_gets_all_of_it() {
+        let (mut answer, _) = ask_over_http2(2 * PIECE_MAX_BYTES, large()).await;
+        let (mut read, mut next_pause) = (0, 0);
+        while let Some(frame) = answer.frame().await {
+            read += frame.unwrap().into_data().unwrap().len();
+            if read > next_pause {
+                tokio::time::sleep(LATE).await;
+                next_pause += 2 * PIECE_MAX_BYTES;
+            }
+        }
+        assert_eq!(read, WHOLE_BYTES);
+    }
+
+    #[tokio::test]
+    async fn over_http2_what_is_left_of_a_frame_counts_until_it_is_handed_out() {
+        let token = TaskTracker::new().token();
+        let mut body = pin!(Outgoing::new(
+            large(),
+            Wire::of_a_test().begin(),
+            token,
+            true
+        ));
+        let mut left = WHOLE_BYTES;
+        while left > 0 {
+            assert_eq!(body.size_hint().exact(), Some(left as u64));
+            assert!(!body.is_end_stream());
+            let piece = body.frame().await.unwrap().unwrap();
+            left -= piece.into_data().unwrap().len();
+        }
+        assert!(body.is_end_stream());
     }
 }

@@ -275,8 +275,9 @@ where
         if let Ok(ended) = tokio::time::timeout(CLIENT_STALLED_MAX, served).await {
             return ended;
         }
+        // All that is left of answers is what hyper holds, which is little.
         if !wire.was_at_work() {
-            return Err("the client took nothing of what was left for it".into());
+            return Err("the client did not take what was left for it".into());
         }
     }
 }
