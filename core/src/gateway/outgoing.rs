@@ -143,9 +143,11 @@ impl Body for Outgoing {
         loop {
             match &mut outgoing.state {
                 State::Answer(answer) => {
-                    stalled::waits_for_engine();
-                    if !outgoing.rest.is_empty() {
-                        return Poll::Ready(Some(Ok(outgoing.next_piece())));
+                    if outgoing.is_http2 {
+                        stalled::waits_for_engine();
+                        if !outgoing.rest.is_empty() {
+                            return Poll::Ready(Some(Ok(outgoing.next_piece())));
+                        }
                     }
                     match ready!(Pin::new(answer).poll_frame(context)) {
                         Some(Err(unfinished)) => outgoing.cut(unfinished, context),

@@ -21,13 +21,13 @@ tokio::task_local! {
     static WAITS_SINCE: Cell<Option<Instant>>;
 }
 
-/// To be said by a body that hands out a frame.
+/// To be said by a body of HTTP/2 that hands out a frame.
 pub fn waits_for_client() {
-    // Absent in HTTP/1.1, which has no streams.
+    // Absent in tests that ask a body without a connection.
     let _ = WAITS_SINCE.try_with(|since| since.set(Some(Instant::now())));
 }
 
-/// To be said by a body that is asked for a frame.
+/// To be said by a body of HTTP/2 that is asked for a frame.
 pub fn waits_for_engine() {
     let _ = WAITS_SINCE.try_with(|since| since.set(None));
 }
