@@ -16,20 +16,34 @@ use tokio::time::{Instant, Sleep, sleep_until};
 /// the frame at hand, or the kernel ends the connection, where that takes nothing at all.
 pub const CLIENT_STALLED_MAX: Duration = Duration::from_secs(300);
 
+/// Whom a stream waits for.
+#[derive(Clone, Copy)]
+enum Waits {
+    /// Its engine: nothing of it waits for the client.
+    Engine,
+    /// Its client, for a frame that was handed out in this turn of the task. That is not worth a look at the clock: mostly it leaves in the same turn.
+    HandedOut,
+    /// Its client, since a turn ended with a frame handed out.
+    Since(Instant),
+}
+
 tokio::task_local! {
-    /// Since when a frame of this task's stream has waited for its client.
-    static WAITS_SINCE: Cell<Option<Instant>>;
+    static WAITS: Cell<Waits>;
 }
 
 /// To be said by a body of HTTP/2 that hands out a frame.
 pub fn waits_for_client() {
-    // Absent in tests that ask a body without a connection.
-    let _ = WAITS_SINCE.try_with(|since| since.set(Some(Instant::now())));
+    set(Waits::HandedOut);
 }
 
 /// To be said by a body of HTTP/2 that is asked for a frame.
 pub fn waits_for_engine() {
-    let _ = WAITS_SINCE.try_with(|since| since.set(None));
+    set(Waits::Engine);
+}
+
+fn set(what: Waits) {
+    // Absent in tests that ask a body without a connection.
+    let _ = WAITS.try_with(|waits| waits.set(what));
 }
 
 /// Runs the streams of HTTP/2 connections, each in a task that ends it where its client stalls.
@@ -38,7 +52,7 @@ pub struct Streams;
 
 impl<S: Future<Output = ()> + Send + 'static> Executor<S> for Streams {
     fn execute(&self, stream: S) {
-        tokio::spawn(WAITS_SINCE.scope(Cell::new(None), until_stalled(stream)));
+        tokio::spawn(WAITS.scope(Cell::new(Waits::Engine), until_stalled(stream)));
     }
 }
 
@@ -50,9 +64,12 @@ async fn until_stalled(stream: impl Future<Output = ()>) {
         if stream.as_mut().poll(context).is_ready() {
             return Poll::Ready(());
         }
-        let Some(since) = WAITS_SINCE.with(Cell::get) else {
-            return Poll::Pending;
+        let since = match WAITS.with(Cell::get) {
+            Waits::Engine => return Poll::Pending,
+            Waits::HandedOut => Instant::now(),
+            Waits::Since(since) => since,
         };
+        set(Waits::Since(since));
         let end = since + CLIENT_STALLED_MAX;
         let timer = timer.get_or_insert_with(|| Box::pin(sleep_until(end)));
         if timer.deadline() != end {
