@@ -30,7 +30,7 @@ const PIECE_MAX_BYTES: usize = 16 * 1024;
 pub struct Outgoing {
     state: State,
     at_work: AtWork,
-    /// Also held by large pieces that hyper has taken and not sent.
+    /// Also held by large pieces that hyper has taken and not sent. Shared, since each token by itself counts as a request.
     unsent: Arc<TaskTrackerToken>,
     is_http2: bool,
     /// HTTP/2: of the answer's last frame, what is not handed out yet.
