@@ -7,7 +7,6 @@
 //! An answer that can't be finished ends with the connection, once all that was written before has left: hyper closes without that.
 
 use std::future::{Future, poll_fn};
-use std::ops::Deref;
 use std::os::fd::{AsRawFd, RawFd};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -78,13 +77,6 @@ impl Wire {
         self.at_work.load(Ordering::Acquire) > 0 || self.has_answered.swap(false, Ordering::Relaxed)
     }
 
-    /// Ends the connection when all that was written to it has left. To be said within a turn of the connection's own task: it flushes in each,
-    /// but in this one perhaps has done so, hence the next.
-    pub fn cut_when_flushed(&self, context: &Context<'_>) {
-        self.is_cut.store(true, Ordering::Relaxed);
-        context.waker().wake_by_ref();
-    }
-
     /// Runs a connection to its end, or until its client turns out to have left. The caller keeps the
     /// connection, and with it the socket, alive meanwhile.
     pub async fn watch<F>(&self, connection: Pin<&mut F>) -> Result<(), BoxError>
@@ -131,19 +123,20 @@ impl Wire {
     }
 }
 
-impl Deref for AtWork {
-    type Target = Wire;
-
-    fn deref(&self) -> &Wire {
-        &self.0
+impl AtWork {
+    /// Ends the connection when all that was written to it has left. To be said within a turn of the connection's own task: it flushes in each,
+    /// but in this one perhaps has done so, hence the next.
+    pub fn cut_when_flushed(&self, context: &Context<'_>) {
+        self.0.is_cut.store(true, Ordering::Relaxed);
+        context.waker().wake_by_ref();
     }
 }
 
 impl Drop for AtWork {
     fn drop(&mut self) {
         // In this order: who no longer sees it at work has to see this.
-        self.has_answered.store(true, Ordering::Relaxed);
-        self.at_work.fetch_sub(1, Ordering::Release);
+        self.0.has_answered.store(true, Ordering::Relaxed);
+        self.0.at_work.fetch_sub(1, Ordering::Release);
     }
 }
 
