@@ -1,10 +1,12 @@
-//! A client's socket: the one departure that hyper does not notice, and a cut that hyper can't make.
+//! A client's socket: the one departure that hyper does not notice, a cut that hyper can't make, and whether the client asks for anything.
 //!
 //! While a request is at work hyper reads on, and takes the end of the socket for a client that left. But when
 //! bytes of a next request are in its buffer already (pipelining), it stops reading, and the end goes unseen:
 //! then the socket itself is asked, four times a second.
 //!
 //! An answer that can't be finished ends with the connection, once all that was written before has left: hyper closes without that.
+//!
+//! Requests at work are counted for each connection: who has none, and had none for a while, is silent.
 
 use std::future::{Future, poll_fn};
 use std::os::fd::{AsRawFd, RawFd};

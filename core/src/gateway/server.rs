@@ -27,7 +27,7 @@ use super::state::Gateway;
 use crate::certificates::Port;
 use crate::sparing::Sparing;
 
-/// A client that is silent between its requests is let go after this; before the first one `ClientRoom` says when.
+/// HTTP/1.1: a client that is silent between its requests is let go after this; before the first one, and in HTTP/2, `ClientRoom` says when.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(75);
 const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// What one HTTP/1.1 connection buffers in either direction; also the limit of a request's head.
