@@ -9,7 +9,7 @@ pub enum Point {
     Chosen,
     /// A request is queued, and not counted yet.
     Queued,
-    /// A request that waits for any replica listens to changes and has not looked yet, or the other way round.
+    /// A request that waits for any replica listens to changes and has not looked yet.
     Listening,
     /// A permit is dropped, and its slot not given back yet.
     Releasing,

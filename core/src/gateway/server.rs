@@ -176,28 +176,28 @@ async fn connection(
     socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(CLIENT_STALLED_MAX))?;
     let wire = Wire::of(&stream);
     let builders = &serving.builders;
-    let mut first_request = Box::pin(serving.room.patience(wire.clone()));
+    let mut patience = Box::pin(serving.room.patience(wire.clone()));
     match &serving.tls {
         None => {
             let builder = tokio::select! {
                 chosen = builders.choose(&stream) => chosen?,
-                () = &mut first_request => None,
+                () = &mut patience => None,
                 () = serving.stop.begins.cancelled() => None,
             };
             let Some(builder) = builder else {
                 return Ok(());
             };
             let io = ClientIo::new(stream, wire.clone());
-            drive(io, wire, builder, serving, first_request).await
+            drive(io, wire, builder, serving, patience).await
         }
         Some(port) => {
             let stream = tokio::select! {
                 shaken = port.accept(stream, TLS_HANDSHAKE_TIMEOUT) => shaken?,
-                () = &mut first_request => return Ok(()),
+                () = &mut patience => return Ok(()),
                 () = serving.stop.begins.cancelled() => return Ok(()),
             };
             let io = ClientIo::new(stream, wire.clone());
-            drive(io, wire, &builders.either, serving, first_request).await
+            drive(io, wire, &builders.either, serving, patience).await
         }
     }
 }

@@ -133,7 +133,7 @@ struct Bound {
 
 /// Runs a server to its end; `opened` is told when its addresses are open, before it serves.
 pub async fn run(options: ServerOptions, opened: impl FnOnce(Opened)) -> Result<(), ServerError> {
-    // Service managers may ask for a reload as soon as there is a process. What only ends it ends it at once while it starts.
+    // Service managers may ask for a reload as soon as there is a process. SIGTERM and SIGINT keep their default until it serves.
     let reload_signal = match options.check || options.dev {
         true => None,
         false => Some(Hangup::hear().map_err(start_error("signals"))?),
