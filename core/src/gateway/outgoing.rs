@@ -20,7 +20,8 @@ use super::body::{ClientBody, Unfinished};
 use super::client_io::AtWork;
 use super::stalled;
 
-/// What is smaller finds room in the client's socket, or nearly so, and is worth no allocation to know when it was sent.
+/// What is smaller is worth no allocation to know when it was sent. hyper holds such pieces up to 64 KiB and one more: at a shutdown a client that is
+/// behind by so little has no more time for it than connections have to close.
 const LARGE_BYTES: usize = 16 * 1024;
 /// HTTP/2: what hyper is given at once. It takes a piece of any size as soon as there is room for one byte of it, and asks for the next when the
 /// client took nearly all of that: who takes less than this in `CLIENT_STALLED_MAX` has stalled. More would not fit into a frame on the wire.
