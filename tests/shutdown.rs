@@ -7,8 +7,11 @@ mod more;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use fake_engine::authority::Authority;
 use fake_engine::{Kind, Running};
+use http_body_util::{BodyExt, Full};
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use nix::sys::signal::Signal;
 
 use harness::{CANCEL_MAX, Client, End, Gateway, PATIENCE, Setup, chat};
@@ -18,6 +21,8 @@ const CHAT: &str = "/v1/chat/completions";
 const FOREVER: &str = r#"{"token_ms":50,"tokens":100000}"#;
 /// A drain that no test waits for: what ends before has not waited for it.
 const AGES: &str = "10m";
+/// Longer than connections have to close, once nothing is at work.
+const CLOSED_BY: Duration = Duration::from_secs(7);
 
 fn over(engine: &Running, drain_timeout: &str) -> Gateway {
     let setup = Setup::new()
@@ -122,6 +127,41 @@ fn a_request_on_a_connection_that_is_still_open_is_told_that_the_gateway_shuts_d
     finish_stream(stream);
     let status = gateway.exited(PATIENCE).expect("it ended");
     assert_eq!(status.code(), Some(0));
+}
+
+#[test]
+fn an_answer_whose_client_does_not_read_yet_is_at_work_until_it_does() {
+    let text = "x".repeat(1_000_000);
+    let engine = engine(Kind::Vllm, &format!(r#"{{"tokens":1,"text":"{text}"}}"#));
+    let mut gateway = over(&engine, AGES);
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let answer = runtime.block_on(async {
+        let stream = tokio::net::TcpStream::connect(gateway.addr).await.unwrap();
+        // Room that does not depend on the kernel's buffers.
+        let (mut sender, connection) =
+            hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+                .initial_stream_window_size(16 * 1024)
+                .handshake(TokioIo::new(stream))
+                .await
+                .unwrap();
+        tokio::spawn(connection);
+        let request = http::Request::post("http://gateway/v1/chat/completions")
+            .body(Full::<Bytes>::from(chat(false)))
+            .unwrap();
+        sender.send_request(request).await.unwrap()
+    });
+    gateway.until("the engine is let go", || {
+        gateway.replicas()[0]["inflight"] == 0
+    });
+    gateway.terminate();
+    refuses_connections(&gateway);
+    assert!(gateway.exited(CLOSED_BY).is_none());
+    let read = runtime.block_on(answer.into_body().collect()).unwrap();
+    let read = String::from_utf8(read.to_bytes().into()).unwrap();
+    assert!(read.contains(&text), "{} bytes", read.len());
+    assert_eq!(gateway.exited(PATIENCE).unwrap().code(), Some(0));
+    let log = gateway.log();
+    assert!(!log.contains("cut off"), "{log}");
 }
 
 /// Reads to the end of a stream that is cut; how it ended.
