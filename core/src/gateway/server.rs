@@ -284,9 +284,12 @@ where
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
     use std::path::Path;
 
     use bytes::Bytes;
+    use fake_engine::authority::Authority;
     use http::StatusCode;
     use http_body_util::{BodyExt, Empty};
     use hyper::client::conn::http2::{Builder, SendRequest};
@@ -297,6 +300,7 @@ mod tests {
     use tokio::time::{Instant, timeout};
 
     use super::*;
+    use crate::certificates::{Files, Material, Shown, TlsListener, Use};
     use crate::config;
     use crate::telemetry::{Telemetry, log};
 
@@ -317,11 +321,38 @@ mod tests {
         }
     }
 
+    fn tls_port() -> Arc<Port> {
+        let issued = Authority::new("test authority").server(&["127.0.0.1"]);
+        let directory = std::env::temp_dir().join(format!("llmgw-port-{}", std::process::id()));
+        let (cert, key) = (directory.join("server.pem"), directory.join("key.pem"));
+        std::fs::create_dir_all(&directory).unwrap();
+        std::fs::write(&cert, issued.pem).unwrap();
+        std::fs::write(&key, issued.key_pem).unwrap();
+        std::fs::set_permissions(&key, Permissions::from_mode(0o600)).unwrap();
+        let material = Material::read(&TlsListener {
+            serves: Use::Listen,
+            address: ([127, 0, 0, 1], 8443).into(),
+            files: Files {
+                cert,
+                key,
+                ca: None,
+            },
+        });
+        std::fs::remove_dir_all(&directory).unwrap();
+        Port::new("listen", Shown::new(&material.unwrap()), &[])
+    }
+
     /// An HTTP/2 client with this room for each answer, and the end of its connection.
     async fn http2_client(room_bytes: u32) -> (SendRequest<Empty<Bytes>>, JoinHandle<()>) {
+        http2_client_of(serving(), room_bytes).await
+    }
+
+    async fn http2_client_of(
+        serving: Serving,
+        room_bytes: u32,
+    ) -> (SendRequest<Empty<Bytes>>, JoinHandle<()>) {
         let (client, server) = duplex(64 * 1024);
         tokio::spawn(async move {
-            let serving = serving();
             let wire = Wire::of_a_test();
             let io = ClientIo::new(server, wire.clone());
             let patience = Box::pin(serving.room.patience(wire.clone()));
@@ -364,6 +395,37 @@ mod tests {
         let waited = seconds_until(ended).await;
         assert!((15..=25).contains(&waited), "{waited} s");
         drop(sender);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_http2_client_that_asks_for_nothing_any_more_is_let_go_sooner_where_there_is_little_room()
+     {
+        let serving = serving();
+        let mut others = Vec::new();
+        for _ in 0..7 {
+            others.push(serving.room.seat().await);
+        }
+        let (mut sender, ended) = http2_client_of(serving, 64 * 1024).await;
+        let answer = sender.send_request(request()).await.unwrap();
+        answer.into_body().collect().await.unwrap();
+        let waited = seconds_until(ended).await;
+        assert!((10..=20).contains(&waited), "{waited} s");
+        drop((sender, others));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_says_nothing_at_all_is_let_go() {
+        for (tls, limit_s) in [(None, 75), (Some(tls_port()), 10)] {
+            let serving = Serving { tls, ..serving() };
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let client = TcpStream::connect(listener.local_addr().unwrap()).await;
+            let (stream, _) = listener.accept().await.unwrap();
+            let ended = tokio::spawn(async move {
+                let _ = connection(stream, &serving).await;
+            });
+            assert_eq!(seconds_until(ended).await, limit_s);
+            drop(client);
+        }
     }
 
     #[tokio::test(start_paused = true)]
