@@ -1,6 +1,7 @@
 //! The end of a shard: signals to everything that belongs to it, round by round until nothing is left, and then the look
 //! whether its GPUs are free.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -162,21 +163,21 @@ pub async fn until_gone(
     }
 }
 
-/// Kills what is there of a shard before anything else happens to it; how many processes that were. Blocks, at most `within`.
-pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<Vec<Member>> {
+/// Kills what is there of a shard before anything else happens to it; which processes that were. Blocks, `within` and one look at most.
+///
+/// # Errors
+/// Where what is left can't be seen. What is known was killed all the same.
+pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<BTreeSet<u32>> {
     let deadline = Instant::now() + within;
-    let mut all: Vec<Member> = Vec::new();
+    // First: of those that the group's kill ends, no look finds any more.
+    let in_group = scan.cgroup.as_ref().map(ShardCgroup::pids);
+    let in_group = in_group.transpose().unwrap_or_default();
+    let mut killed: BTreeSet<u32> = in_group.unwrap_or_default().into_iter().collect();
     loop {
-        let members = scan.look()?;
+        let members = scan.kill()?;
+        killed.extend(ids(&members).map(|id| id.pid));
         if members.is_empty() || Instant::now() >= deadline {
-            return Ok(all);
-        }
-        scan.kill_group();
-        scan.send(ids(&members), libc::SIGKILL);
-        for member in members {
-            if !all.iter().any(|known| known.id == member.id) {
-                all.push(member);
-            }
+            return Ok(killed);
         }
         std::thread::sleep(LOOK_FIRST);
     }
@@ -266,6 +267,19 @@ mod tests {
             Unseen { child, proc }
         }
 
+        /// What looks like a control group with nothing in it.
+        fn group(&self) -> PathBuf {
+            let group = self.proc.join("group");
+            fs::create_dir(&group).unwrap();
+            fs::write(group.join("cgroup.kill"), "").unwrap();
+            group
+        }
+
+        /// From now on it can.
+        fn show(&self) {
+            fs::remove_dir_all(self.proc.join("9999999")).unwrap();
+        }
+
         fn scan(&self) -> Scan {
             let leader = ProcessId::read(&self.proc, self.child.id()).unwrap();
             Scan {
@@ -310,7 +324,7 @@ mod tests {
         let said = events.recv().await;
         let expected = "what runs can't be seen: Is a directory (os error 21)";
         assert_eq!(said, Some(Event::Remains(expected.to_owned())));
-        fs::remove_dir_all(unseen.proc.join("9999999")).unwrap();
+        unseen.show();
         look_now.notify_one();
         assert_eq!(unseen.signal().await, Some(libc::SIGTERM));
         fs::remove_dir_all(unseen.proc.join(unseen.child.id().to_string())).unwrap();
@@ -321,9 +335,7 @@ mod tests {
     #[tokio::test]
     async fn what_cannot_be_seen_is_killed_all_the_same() {
         let mut unseen = Unseen::new("kill");
-        let group = unseen.proc.join("group");
-        fs::create_dir(&group).unwrap();
-        fs::write(group.join("cgroup.kill"), "").unwrap();
+        let group = unseen.group();
         let scan = Scan {
             cgroup: ShardCgroup::open(&group),
             ..unseen.scan()
@@ -334,5 +346,24 @@ mod tests {
         assert!(matches!(events.recv().await, Some(Event::Remains(_))));
         assert_eq!(fs::read_to_string(group.join("cgroup.kill")).unwrap(), "1");
         ends.abort();
+    }
+
+    #[tokio::test]
+    async fn what_is_to_be_killed_at_once_is_killed_though_no_time_is_left_or_it_cannot_be_seen() {
+        for seen in [true, false] {
+            let mut unseen = Unseen::new(&format!("now-{seen}"));
+            let group = unseen.group();
+            let scan = Scan {
+                cgroup: ShardCgroup::open(&group),
+                ..unseen.scan()
+            };
+            if seen {
+                unseen.show();
+            }
+            let killed = kill_now(scan, Duration::ZERO).ok();
+            assert_eq!(killed, seen.then(|| [unseen.child.id()].into()));
+            assert_eq!(fs::read_to_string(group.join("cgroup.kill")).unwrap(), "1");
+            assert_eq!(unseen.signal().await, Some(libc::SIGKILL));
+        }
     }
 }

@@ -329,7 +329,7 @@ fn kill_strays(
 fn kill(scan: Scan, shard: &str, adopted: &mut Vec<Adopted>) -> io::Result<()> {
     let killed = ending::kill_now(scan, STRAYS_WAIT_MAX)?;
     if !killed.is_empty() {
-        let pids = killed.iter().map(|member| member.id.pid).collect();
+        let pids = killed.into_iter().collect();
         adopted.push(Adopted {
             shard: shard.to_owned(),
             outcome: Outcome::Killed { pids },
