@@ -35,7 +35,6 @@ pub mod tree;
 #[cfg(test)]
 mod testing;
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
@@ -57,7 +56,7 @@ use preflight::Claims;
 use shard::{Context, Handle, ShardTask, wall_ms};
 use spec_store::{Asked, StoreError};
 pub use takeover::{Adopted, Outcome};
-use tree::{Environ, ProcessTable, read_environ};
+use tree::{Environ, Environs, ProcessTable};
 
 /// How long a shutdown that leaves the engines running waits for the shards' tasks.
 const LEAVE_MAX: Duration = Duration::from_millis(1_500);
@@ -317,23 +316,19 @@ impl Supervisor {
         let handles: Vec<Handle> = self.handles().values().cloned().collect();
         let proc = &self.context.options.proc_root;
         let table = ProcessTable::read(proc)?;
-        // Each is read once at most, however many shards ask.
-        let read: RefCell<BTreeMap<u32, Environ>> = RefCell::default();
-        let environ = |pid| {
-            let mut read = read.borrow_mut();
-            let known = read.entry(pid).or_insert_with(|| read_environ(proc, pid));
-            known.clone()
-        };
+        // One for all: each is read once, however many shards ask.
+        let environs = Environs::of(proc);
         let mut own = BTreeSet::new();
         for handle in handles.iter().filter(|handle| !handle.is_over()) {
             let (traces, is_grouped) = handle.traces()?;
             // What is in the group needs no other sign, and what could not be put there is in its leader's session.
             let members = match is_grouped {
                 true => table.members(&traces, &|_| Environ::Other),
-                false => table.members(&traces, &environ),
+                false => table.members(&traces, &|pid| environs.read(pid)),
             };
             own.extend(members.iter().map(|member| member.id.pid));
         }
+        environs.all_came()?;
         Ok(Processes {
             own,
             living: table.living(),

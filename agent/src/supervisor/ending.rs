@@ -13,7 +13,7 @@ use super::cgroup::ShardCgroup;
 use super::gpu::{self, GpuFacts, Release};
 use super::machine::Event;
 use super::process;
-use super::tree::{Member, ProcessTable, Traces, read_environ};
+use super::tree::{Environs, Member, ProcessTable, Traces};
 use crate::process_id::ProcessId;
 
 /// The first look after a signal comes this soon, each later one after half as long again.
@@ -49,6 +49,9 @@ impl Scan {
     ///
     /// Nothing is nothing twice: the process table is not read at one instant, so that a child with a number that was passed
     /// already, of a parent that ended before its number was reached, is seen by the second look only.
+    ///
+    /// # Errors
+    /// Where something can't be seen; `TimedOut` where nothing is found, and an environment has not come yet.
     pub fn look(&mut self) -> io::Result<Vec<Member>> {
         let members = self.look_once()?;
         match members.is_empty() {
@@ -62,7 +65,11 @@ impl Scan {
             self.traces.in_cgroup = cgroup.pids()?;
         }
         let table = ProcessTable::read(&self.proc)?;
-        let members = table.members(&self.traces, &|pid| read_environ(&self.proc, pid));
+        let environs = Environs::of(&self.proc);
+        let members = table.members(&self.traces, &|pid| environs.read(pid));
+        if members.is_empty() {
+            environs.all_came()?;
+        }
         self.traces.seen = members.iter().map(|member| member.id.clone()).collect();
         Ok(members)
     }
@@ -163,7 +170,8 @@ pub async fn until_gone(
     }
 }
 
-/// Kills what is there of a shard before anything else happens to it; which processes that were. Blocks, `within` and one look at most.
+/// Kills what is there of a shard before anything else happens to it; which processes that were. Blocks, at most `within` and until each
+/// environment has come or is known to hang.
 ///
 /// # Errors
 /// Where what is left can't be seen. What is known was killed all the same.
@@ -174,7 +182,14 @@ pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<BTreeSet<u32>> {
     let in_group = in_group.transpose().unwrap_or_default();
     let mut killed: BTreeSet<u32> = in_group.unwrap_or_default().into_iter().collect();
     loop {
-        let members = scan.kill()?;
+        let members = match scan.kill() {
+            // It comes, or is known to hang in the end.
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                std::thread::sleep(LOOK_FIRST);
+                continue;
+            }
+            members => members?,
+        };
         killed.extend(ids(&members).map(|id| id.pid));
         if members.is_empty() || Instant::now() >= deadline {
             return Ok(killed);
@@ -242,6 +257,9 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::path::Path;
     use std::process::{Child, Command};
+
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
 
     use super::*;
 
@@ -365,5 +383,30 @@ mod tests {
             assert_eq!(fs::read_to_string(group.join("cgroup.kill")).unwrap(), "1");
             assert_eq!(unseen.signal().await, Some(libc::SIGKILL));
         }
+    }
+
+    #[test]
+    fn nothing_is_left_only_once_each_environment_has_come() {
+        let unseen = Unseen::new("late");
+        unseen.show();
+        let mut scan = unseen.scan();
+        (scan.traces.shard, scan.traces.state_dir) = ("m/0/0".to_owned(), "/state".to_owned());
+        scan.traces.leaders.clear();
+        let environ = unseen.proc.join(format!("{}/environ", unseen.child.id()));
+        mkfifo(&environ, Mode::S_IRWXU).unwrap();
+        let error = scan.look().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        // That read ends, which opened what was there when it began.
+        fs::write(&environ, "").unwrap();
+        fs::remove_file(&environ).unwrap();
+        fs::write(&environ, "LLMGW_SHARD=m/0/0\0LLMGW_STATE=/state\0").unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        let members = loop {
+            match scan.look() {
+                Ok(members) => break members,
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+        };
+        assert_eq!(members.len(), 1);
     }
 }

@@ -23,7 +23,7 @@ use super::shard::Context;
 use super::spec_store::{
     Asked, Record, RecordedProcess, SetAside, SpecStore, directory_name, shard_of,
 };
-use super::tree::{ProcessTable, Traces, read_environ};
+use super::tree::{ProcessTable, Traces, look_until_all_came};
 use super::{SupervisorError, SupervisorOptions};
 use crate::process_id::ProcessId;
 
@@ -174,8 +174,12 @@ fn take_over_shard(
     adopted: &mut Vec<Adopted>,
 ) -> io::Result<TakenOver> {
     let proc = &context.options.proc_root;
-    let environ = |pid| read_environ(proc, pid);
-    let Verdict { mut remnant, alive } = adopt::judge(&record, &context.state_dir, table, &environ);
+    let judge = |record: &Record, table: &ProcessTable| {
+        look_until_all_came(proc, |environ| {
+            adopt::judge(record, &context.state_dir, table, environ)
+        })
+    };
+    let Verdict { mut remnant, alive } = judge(&record, table);
     let mut held = Vec::new();
     for (command, id) in alive {
         match Process::adopt(&id, proc)? {
@@ -186,7 +190,7 @@ fn take_over_shard(
             // It ended since: judged again from what is there now.
             None => {
                 let table = ProcessTable::read(proc)?;
-                remnant = adopt::judge(&record, &context.state_dir, &table, &environ).remnant;
+                remnant = judge(&record, &table).remnant;
             }
         }
     }
@@ -308,7 +312,7 @@ fn kill_strays(
         .iter()
         .map(|record| record.spec.shard.as_str())
         .collect();
-    let engines = table.engines(&context.state_dir, &|pid| read_environ(proc, pid));
+    let engines = look_until_all_came(proc, |environ| table.engines(&context.state_dir, environ));
     let strays: BTreeSet<&str> = engines
         .iter()
         .map(|(shard, _)| shard.as_str())

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use llmgw_agent::process_id::ProcessId;
-use llmgw_agent::supervisor::tree::{ProcessTable, Traces, read_environ};
+use llmgw_agent::supervisor::tree::{Environ, ProcessTable, Traces, look_until_all_came};
 use llmgw_agent::supervisor::{
     Adopted, EngineAllowance, Pace, StatusChanges, Supervisor, SupervisorOptions,
 };
@@ -137,8 +137,9 @@ impl Directory {
 impl Drop for Directory {
     fn drop(&mut self) {
         let table = ProcessTable::read(Path::new(PROC)).unwrap();
-        let environ = |pid| read_environ(Path::new(PROC), pid);
-        for (_, id) in table.engines(&state_dir(&self.0), &environ) {
+        let state_dir = state_dir(&self.0);
+        let engines = |environ: &dyn Fn(u32) -> Environ| table.engines(&state_dir, environ);
+        for (_, id) in look_until_all_came(Path::new(PROC), engines) {
             let _ = llmgw_agent::supervisor::process::signal(&id, Path::new(PROC), 9);
         }
         let _ = std::fs::remove_dir_all(&self.0);
@@ -285,14 +286,13 @@ pub fn state_dir(path: &Path) -> String {
 }
 
 pub fn processes(directory: &Path, shard: &str) -> Vec<u32> {
-    let environ = |pid| read_environ(Path::new(PROC), pid);
     let table = ProcessTable::read(Path::new(PROC)).unwrap();
     let traces = Traces {
         shard: shard.to_owned(),
         state_dir: state_dir(directory),
         ..Traces::default()
     };
-    let members = table.members(&traces, &environ);
+    let members = look_until_all_came(Path::new(PROC), |environ| table.members(&traces, environ));
     members.iter().map(|member| member.id.pid).collect()
 }
 

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use llmgw_agent::process_id::ProcessId;
-use llmgw_agent::supervisor::tree::{Environ, read_environ};
+use llmgw_agent::supervisor::tree::{Environ, look_until_all_came};
 use llmgw_agent::supervisor::{Outcome, StartInstant, Supervisor};
 use llmgw_proto::shard::{ShardSpec, ShardState, WaitFor};
 use nix::sys::signal::{Signal, raise};
@@ -77,7 +77,7 @@ fn die_at(instant: StartInstant) {
 fn assert_gated() {
     let directory = std::env::var_os(DIRECTORY).unwrap();
     let pids = recorded_pids(Path::new(&directory), SHARD);
-    let environ = read_environ(Path::new("/proc"), *pids.last().unwrap());
+    let environ = look_until_all_came(Path::new("/proc"), |environ| environ(*pids.last().unwrap()));
     if environ != Environ::Other {
         eprintln!("it executes already");
         std::process::exit(1);

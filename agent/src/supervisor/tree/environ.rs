@@ -1,10 +1,13 @@
 //! What a process's environment says about whose it is. To read it takes a lock on the process's memory, and a process that hangs in a
 //! driver can hold that for as long: so other threads read, and who asks goes on without an answer that does not come.
 
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use llmgw_proto::shard::SHARD_VARIABLE;
 
@@ -12,11 +15,17 @@ use super::STATE_VARIABLE;
 use crate::process_files;
 
 /// A read takes microseconds, or as long as a driver likes.
-const READ_MAX: Duration = Duration::from_secs(2);
+const LIMITS: Limits = Limits {
+    wait: Duration::from_secs(2),
+    wait_beside_hung: Duration::from_millis(100),
+    hangs_after: Duration::from_secs(10),
+};
 /// Reads that hang, each with its thread. With more, no other process is asked.
 const HUNG_MAX: usize = 64;
 /// Threads that wait for the next read: as many as there are looks at the same time.
 const IDLE_MAX: usize = 4;
+/// Between two looks for what has not come yet.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// What a process's environment says about whose it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +40,24 @@ pub enum Environ {
     Illegible,
 }
 
+/// The environments that one look at processes asks for, each read once at most.
+pub struct Environs<'a> {
+    proc: &'a Path,
+    read: RefCell<BTreeMap<u32, Environ>>,
+    /// Whose has not come yet.
+    late: Cell<Option<u32>>,
+}
+
+/// How long a read is waited for.
+#[derive(Clone, Copy)]
+struct Limits {
+    wait: Duration,
+    /// While others hang: their waits would add up.
+    wait_beside_hung: Duration,
+    /// From then on it hangs in the kernel. Before, its thread may not have come to run.
+    hangs_after: Duration,
+}
+
 /// One read, for one of the threads.
 struct Ask {
     proc: PathBuf,
@@ -42,6 +69,7 @@ struct Ask {
 struct Hung {
     proc: PathBuf,
     pid: u32,
+    since: Instant,
     /// Tells when it has.
     answer: Receiver<Environ>,
 }
@@ -57,15 +85,65 @@ static READERS: Mutex<Readers> = Mutex::new(Readers {
     hung: Vec::new(),
 });
 
-/// Reads whose engine a process is. One whose environment can't be read in time is illegible, and is not asked again until that read
-/// has ended.
-pub fn read_environ(proc: &Path, pid: u32) -> Environ {
-    read_within(proc, pid, READ_MAX)
+/// A look that is repeated until each environment that it asks for has come, or is known to hang. Blocks.
+pub fn look_until_all_came<T>(proc: &Path, look: impl Fn(&dyn Fn(u32) -> Environ) -> T) -> T {
+    loop {
+        let environs = Environs::of(proc);
+        let seen = look(&|pid| environs.read(pid));
+        if environs.all_came().is_ok() {
+            return seen;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
 }
 
-fn read_within(proc: &Path, pid: u32, within: Duration) -> Environ {
-    let Some(reader) = readers().take(proc, pid) else {
-        return Environ::Illegible;
+impl Environs<'_> {
+    pub fn of(proc: &Path) -> Environs<'_> {
+        Environs {
+            proc,
+            read: RefCell::default(),
+            late: Cell::default(),
+        }
+    }
+
+    /// Whose engine a process is. Illegible where that has not come yet, too.
+    pub fn read(&self, pid: u32) -> Environ {
+        let mut read = self.read.borrow_mut();
+        let environ = read.entry(pid).or_insert_with(|| {
+            read_within(self.proc, pid, LIMITS).unwrap_or_else(|| {
+                self.late.set(Some(pid));
+                Environ::Illegible
+            })
+        });
+        environ.clone()
+    }
+
+    /// # Errors
+    /// Where one has not come yet. It may be of whoever is looked for, so who was not found is not gone.
+    pub fn all_came(&self) -> io::Result<()> {
+        let Some(pid) = self.late.get() else {
+            return Ok(());
+        };
+        let text = format!("the environment of process {pid} has not come yet");
+        Err(io::Error::new(io::ErrorKind::TimedOut, text))
+    }
+}
+
+/// `None`: it has not come yet. One that hangs is illegible, and is not read again until that read has ended.
+fn read_within(proc: &Path, pid: u32, limits: Limits) -> Option<Environ> {
+    let since = Instant::now();
+    let (reader, wait) = {
+        let mut readers = readers();
+        if let Some(since) = readers.hangs_since(proc, pid) {
+            return (since.elapsed() >= limits.hangs_after).then_some(Environ::Illegible);
+        }
+        let Some(reader) = readers.take() else {
+            return Some(Environ::Illegible);
+        };
+        match readers.hung.is_empty() {
+            true => (reader, limits.wait),
+            false => (reader, limits.wait_beside_hung),
+        }
     };
     let (answer, answered) = channel();
     let proc = proc.to_owned();
@@ -75,23 +153,23 @@ fn read_within(proc: &Path, pid: u32, within: Duration) -> Environ {
         answer,
     };
     if reader.send(ask).is_err() {
-        return Environ::Illegible;
+        return Some(Environ::Illegible);
     }
-    match answered.recv_timeout(within) {
+    match answered.recv_timeout(wait) {
         Ok(environ) => {
             readers().give_back(reader);
-            environ
+            Some(environ)
         }
         Err(RecvTimeoutError::Timeout) => {
-            tracing::warn!(
+            readers().add_hung(Hung {
+                proc,
                 pid,
-                "the environment of a process can't be read: it hangs in the kernel, and is looked at without it"
-            );
-            let answer = answered;
-            readers().hung.push(Hung { proc, pid, answer });
-            Environ::Illegible
+                since,
+                answer: answered,
+            });
+            None
         }
-        Err(RecvTimeoutError::Disconnected) => Environ::Illegible,
+        Err(RecvTimeoutError::Disconnected) => Some(Environ::Illegible),
     }
 }
 
@@ -100,15 +178,31 @@ fn readers() -> MutexGuard<'static, Readers> {
 }
 
 impl Readers {
-    /// A thread to ask; none where the process hangs, or too many do.
-    fn take(&mut self, proc: &Path, pid: u32) -> Option<Sender<Ask>> {
+    fn hangs_since(&mut self, proc: &Path, pid: u32) -> Option<Instant> {
         let hangs = |hung: &Hung| hung.answer.try_recv() == Err(TryRecvError::Empty);
         self.hung.retain(hangs);
-        let is_it = |hung: &Hung| hung.pid == pid && hung.proc == proc;
-        if self.hung.len() >= HUNG_MAX || self.hung.iter().any(is_it) {
-            return None;
+        let is_it = |hung: &&Hung| hung.pid == pid && hung.proc == proc;
+        self.hung.iter().find(is_it).map(|hung| hung.since)
+    }
+
+    /// Once for each process, however many asked at the same time.
+    fn add_hung(&mut self, hung: Hung) {
+        if self.hangs_since(&hung.proc, hung.pid).is_none() {
+            let pid = hung.pid;
+            tracing::warn!(
+                pid,
+                "the environment of a process does not come; where it hangs in the kernel, the process is looked at without it"
+            );
+            self.hung.push(hung);
         }
-        self.idle.pop().or_else(start)
+    }
+
+    /// A thread to ask; none where too many hang.
+    fn take(&mut self) -> Option<Sender<Ask>> {
+        match self.hung.len() < HUNG_MAX {
+            true => self.idle.pop().or_else(start),
+            false => None,
+        }
     }
 
     fn give_back(&mut self, reader: Sender<Ask>) {
@@ -191,23 +285,111 @@ mod tests {
         }
     }
 
+    const PATIENCE: Duration = Duration::from_secs(60);
+    const MOMENT: Duration = Duration::from_millis(1);
+    const NEVER: Duration = Duration::from_secs(600);
+
+    /// A proc directory whose processes' environments can't be read to their ends.
+    struct Hanging(PathBuf);
+
+    impl Hanging {
+        fn new(name: &str, pids: &[u32]) -> Hanging {
+            let name = format!("llmgw-environ-{name}-{}", std::process::id());
+            let hanging = Hanging(std::env::temp_dir().join(name));
+            for pid in pids {
+                fs::create_dir_all(hanging.environ(*pid).parent().unwrap()).unwrap();
+                mkfifo(&hanging.environ(*pid), Mode::S_IRWXU).unwrap();
+            }
+            hanging
+        }
+
+        fn environ(&self, pid: u32) -> PathBuf {
+            self.0.join(format!("{pid}/environ"))
+        }
+
+        fn read(&self, pid: u32, hangs_after: Duration) -> Option<Environ> {
+            let limits = Limits {
+                wait: MOMENT,
+                wait_beside_hung: MOMENT,
+                hangs_after,
+            };
+            read_within(&self.0, pid, limits)
+        }
+
+        /// Ends the read of this one, which opened what was there when it began, and lets later ones come.
+        fn let_come(&self, pid: u32) {
+            fs::write(self.environ(pid), "").unwrap();
+            fs::remove_file(self.environ(pid)).unwrap();
+            fs::write(self.environ(pid), "A=1\0").unwrap();
+        }
+    }
+
+    impl Drop for Hanging {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
     #[test]
-    fn a_read_that_hangs_is_not_waited_for_nor_repeated_until_it_has_ended() {
-        let proc = std::env::temp_dir().join(format!("llmgw-environ-{}", std::process::id()));
-        let environ = proc.join("7/environ");
-        fs::create_dir_all(proc.join("7")).unwrap();
-        mkfifo(&environ, Mode::S_IRWXU).unwrap();
-        let never = Duration::from_secs(600);
-        let moment = Duration::from_millis(1);
-        assert_eq!(read_within(&proc, 7, moment), Environ::Illegible);
-        assert_eq!(read_within(&proc, 7, never), Environ::Illegible);
-        // The end of that read, which opens what was there when it began.
-        fs::write(&environ, "").unwrap();
-        fs::remove_file(&environ).unwrap();
-        fs::write(&environ, "A=1\0").unwrap();
-        while read_within(&proc, 7, never) != Environ::Other {
+    fn a_read_that_hangs_is_repeated_when_it_has_ended_and_is_illegible_only_after_a_while() {
+        let proc = Hanging::new("hangs", &[7]);
+        assert_eq!(proc.read(7, NEVER), None);
+        assert_eq!(proc.read(7, NEVER), None, "it has not come yet");
+        assert_eq!(proc.read(7, Duration::ZERO), Some(Environ::Illegible));
+        proc.let_come(7);
+        let deadline = Instant::now() + PATIENCE;
+        while proc.read(7, NEVER) != Some(Environ::Other) {
+            assert!(Instant::now() < deadline, "it does not come");
             std::thread::yield_now();
         }
-        fs::remove_dir_all(proc).unwrap();
+    }
+
+    #[test]
+    fn beside_a_read_that_hangs_no_other_one_is_waited_for_as_long() {
+        let proc = Hanging::new("beside", &[7, 8]);
+        assert_eq!(proc.read(7, NEVER), None);
+        let limits = Limits {
+            wait: NEVER,
+            wait_beside_hung: MOMENT,
+            hangs_after: NEVER,
+        };
+        assert_eq!(read_within(&proc.0, 8, limits), None);
+    }
+
+    #[test]
+    fn a_read_that_hangs_counts_once_however_many_asked_at_the_same_time() {
+        let mut readers = Readers {
+            idle: Vec::new(),
+            hung: Vec::new(),
+        };
+        let (asked, answers): (Vec<_>, Vec<_>) = (0..3).map(|_| channel::<Environ>()).unzip();
+        for (pid, answer) in [7, 7, 8].into_iter().zip(answers) {
+            let (proc, since) = (PathBuf::from("/proc"), Instant::now());
+            readers.add_hung(Hung {
+                proc,
+                pid,
+                since,
+                answer,
+            });
+        }
+        assert_eq!(readers.hung.len(), 2);
+        drop(asked);
+    }
+
+    #[test]
+    fn a_look_says_which_environment_has_not_come() {
+        let proc = Hanging::new("look", &[7]);
+        let environs = Environs::of(&proc.0);
+        assert_eq!(environs.read(9), Environ::Illegible, "nobody is there");
+        assert!(environs.all_came().is_ok());
+        assert_eq!(environs.read(7), Environ::Illegible);
+        let error = environs.all_came().unwrap_err();
+        assert_eq!(
+            (error.kind(), error.to_string().as_str()),
+            (
+                io::ErrorKind::TimedOut,
+                "the environment of process 7 has not come yet"
+            )
+        );
     }
 }
