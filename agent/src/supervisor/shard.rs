@@ -111,6 +111,8 @@ pub struct ShardTask {
     /// Looks whether anything is left.
     ending: Option<Background>,
     look_now: Arc<Notify>,
+    /// Looks what there is, while it is meant to run.
+    remembering: Option<Background>,
     remembered: Instant,
 }
 
@@ -204,6 +206,7 @@ impl ShardTask {
             asking: None,
             ending: None,
             look_now: Arc::default(),
+            remembering: None,
             remembered: Instant::now(),
         };
         task.share_traces();
@@ -243,7 +246,7 @@ impl ShardTask {
                 Some(event) => self.step(event).await,
                 None => {
                     self.read_output();
-                    self.remember().await;
+                    self.remember();
                     Vec::new()
                 }
             };

@@ -12,6 +12,7 @@ const REAP_MAX: Duration = Duration::from_secs(5);
 
 impl ShardTask {
     pub(super) fn end(&mut self, force: Force) {
+        self.remembering = None;
         let (look_now, sender) = (self.look_now.clone(), self.sender.clone());
         let gone = ending::until_gone(self.scan(), force, look_now, sender);
         self.ending = Some(Background(tokio::spawn(gone)));
@@ -45,22 +46,26 @@ impl ShardTask {
     }
 
     /// Without a control group, members that move away are known only if they were seen before they did.
-    pub(super) async fn remember(&mut self) {
+    /// Beside the shard's events, for a look may take long.
+    pub(super) fn remember(&mut self) {
         let every = self.context.options.pace.remember;
-        if self.cgroup.is_some() || self.ending.is_some() || self.remembered.elapsed() < every {
+        let looks = |looking: &Background| !looking.0.is_finished();
+        if self.cgroup.is_some()
+            || self.ending.is_some()
+            || self.remembering.as_ref().is_some_and(looks)
+            || self.remembered.elapsed() < every
+        {
             return;
         }
         self.remembered = Instant::now();
-        let mut scan = self.scan();
-        let looked = tokio::task::spawn_blocking(move || scan.look().map(|_| scan.traces.seen));
-        if let Ok(Ok(seen)) = looked.await {
-            let mut traces = self
-                .handle
-                .traces
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            traces.seen = seen;
-        }
+        let (mut scan, traces) = (self.scan(), self.handle.traces.clone());
+        let remembers = async move {
+            let looked = tokio::task::spawn_blocking(move || scan.look().map(|_| scan.traces.seen));
+            if let Ok(Ok(seen)) = looked.await {
+                traces.lock().unwrap_or_else(PoisonError::into_inner).seen = seen;
+            }
+        };
+        self.remembering = Some(Background(tokio::spawn(remembers)));
     }
 
     fn scan(&self) -> Scan {
@@ -75,19 +80,28 @@ impl ShardTask {
 
 #[cfg(test)]
 mod tests {
-    use llmgw_proto::shard::{Exit, ShardState};
+    use std::fs::{self, OpenOptions};
+    use std::sync::Arc;
+
+    use llmgw_proto::shard::{Exit, ShardState, ShardStatus};
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
     use tokio_util::sync::CancellationToken;
 
     use super::*;
     use crate::supervisor::board::Board;
+    use crate::supervisor::machine::Remnant;
     use crate::supervisor::shard::{Context, Handle};
-    use crate::supervisor::spec_store::{Asked, SpecStore};
+    use crate::supervisor::spec_store::{Asked, Record, SpecStore};
     use crate::supervisor::{Claims, SupervisorOptions, testing};
 
-    fn task(name: &str) -> ShardTask {
+    const PATIENCE: Duration = Duration::from_secs(60);
+    const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+    fn context(name: &str) -> Context {
         let directory =
             std::env::temp_dir().join(format!("llmgw-end-{}-{name}", std::process::id()));
-        let context = Context {
+        Context {
             state_dir: directory.to_string_lossy().into_owned(),
             store: SpecStore::open(&directory).unwrap(),
             options: SupervisorOptions::new(directory, [].into()),
@@ -95,9 +109,15 @@ mod tests {
             epoch: Instant::now(),
             cancel: CancellationToken::new(),
             lost: CancellationToken::new(),
-        };
-        let handle = Handle::new(testing::spec("m/0/0"), Asked::Run);
-        ShardTask::new(context.into(), handle, Claims::default())
+        }
+    }
+
+    fn handle() -> Handle {
+        Handle::new(testing::spec("m/0/0"), Asked::Run)
+    }
+
+    fn task(name: &str) -> ShardTask {
+        ShardTask::new(context(name).into(), handle(), Claims::default())
     }
 
     #[tokio::test]
@@ -118,6 +138,42 @@ mod tests {
         task.step(Event::Released).await;
         let ended = (task.life.state, task.life.exit);
         assert_eq!(ended, (ShardState::Stopped, Some(Exit::Signal(9))));
-        std::fs::remove_dir_all(&task.context.options.state_dir).unwrap();
+        fs::remove_dir_all(&task.context.options.state_dir).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_stop_is_heard_while_the_look_at_what_is_there_hangs() {
+        let mut context = context("look");
+        let (directory, options) = (context.options.state_dir.clone(), &mut context.options);
+        let boot_id = directory.join("sys/kernel/random/boot_id");
+        fs::create_dir_all(boot_id.parent().unwrap()).unwrap();
+        mkfifo(&boot_id, Mode::S_IRWXU).unwrap();
+        options.proc_root.clone_from(&directory);
+        (options.pace.remember, options.pace.read_output) = (Duration::ZERO, LOOK_EVERY);
+        let (context, handle) = (Arc::new(context), handle());
+        let runs = Remnant::Runs {
+            next: 1,
+            was_ready: false,
+        };
+        let record = Record::new(testing::spec("m/0/0"));
+        let task = ShardTask::taken_over(context.clone(), handle.clone(), record, runs, vec![]);
+        let mut changes = context.board.changes();
+        let runs = tokio::spawn(task.run());
+        // Opened once the look has, which then waits for what is written.
+        let path = boot_id.clone();
+        let hangs = move || OpenOptions::new().write(true).open(path).unwrap();
+        let hangs = tokio::task::spawn_blocking(hangs).await.unwrap();
+        handle.asked.send_replace(Asked::Stop);
+        let heard = async {
+            let is_heard = |status: &ShardStatus| status.state == ShardState::Stopping;
+            while !changes.next().await.iter().any(is_heard) {}
+        };
+        let heard = tokio::time::timeout(PATIENCE, heard).await;
+        fs::remove_file(&boot_id).unwrap();
+        drop(hangs);
+        context.cancel.cancel();
+        runs.await.unwrap();
+        fs::remove_dir_all(&directory).unwrap();
+        heard.unwrap();
     }
 }
