@@ -12,8 +12,8 @@ use tokio::sync::{Notify, mpsc};
 use super::cgroup::ShardCgroup;
 use super::gpu::{self, GpuFacts, Release};
 use super::machine::Event;
-use super::process;
-use super::tree::{Environs, Member, ProcessTable, Traces};
+use super::process::{self, Process};
+use super::tree::{Environs, Member, ProcessTable, Traces, UNSEEN};
 use crate::process_id::ProcessId;
 
 /// The first look after a signal comes this soon, each later one after half as long again.
@@ -32,6 +32,8 @@ const SHOWN_MAX: usize = 8;
 pub struct Scan {
     pub proc: PathBuf,
     pub traces: Traces,
+    /// Those of its leaders that this agent watches.
+    pub held: Vec<Arc<Process>>,
     pub cgroup: Option<ShardCgroup>,
 }
 
@@ -66,7 +68,17 @@ impl Scan {
         }
         let table = ProcessTable::read(&self.proc)?;
         let environs = Environs::of(&self.proc);
-        let members = table.members(&self.traces, &|pid| environs.read(pid));
+        let mut members = table.members(&self.traces, &|pid| environs.read(pid));
+        for process in &self.held {
+            if !members.iter().any(|member| member.id == process.id) && !process.has_ended()? {
+                // The group tells no more of it than its number.
+                members.retain(|member| member.id.pid != process.id.pid);
+                members.push(Member {
+                    id: process.id.clone(),
+                    state: UNSEEN,
+                });
+            }
+        }
         if members.is_empty() {
             environs.all_came()?;
         }
@@ -109,7 +121,13 @@ impl Scan {
 
     fn send<'a>(&self, ids: impl Iterator<Item = &'a ProcessId>, signal: i32) {
         for id in ids {
-            if let Err(error) = process::signal(id, &self.proc, signal) {
+            // One that the process table does not show can be signalled by its descriptor only.
+            let held = self.held.iter().find(|process| process.id == *id);
+            let sent = match held {
+                Some(process) => process.signal(signal),
+                None => process::signal(id, &self.proc, signal).map(drop),
+            };
+            if let Err(error) = sent {
                 let (shard, pid) = (&self.traces.shard, id.pid);
                 tracing::warn!(shard, pid, signal, %error, "a process can't be signalled");
             }
@@ -243,7 +261,10 @@ fn in_words(members: &[Member]) -> String {
     let shown: Vec<String> = members
         .iter()
         .take(SHOWN_MAX)
-        .map(|member| format!("process {} ({})", member.id.pid, member.state))
+        .map(|member| match member.state {
+            UNSEEN => format!("process {} (not to be seen)", member.id.pid),
+            state => format!("process {} ({state})", member.id.pid),
+        })
         .collect();
     match members.len().saturating_sub(SHOWN_MAX) {
         0 => shown.join(", "),
@@ -306,6 +327,7 @@ mod tests {
                     leaders: leader.into_iter().collect(),
                     ..Traces::default()
                 },
+                held: Vec::new(),
                 cgroup: None,
             }
         }
@@ -408,5 +430,37 @@ mod tests {
             }
         };
         assert_eq!(members.len(), 1);
+    }
+
+    #[tokio::test]
+    async fn an_engine_that_the_process_table_does_not_show_is_ended_and_not_taken_for_gone() {
+        for (force, signal, is_grouped) in [
+            (Force::Terminate, libc::SIGTERM, false),
+            (Force::Terminate, libc::SIGTERM, true),
+            (Force::Kill, libc::SIGKILL, false),
+        ] {
+            let mut unseen = Unseen::new(&format!("hidden-{signal}-{is_grouped}"));
+            unseen.show();
+            let pid = unseen.child.id();
+            fs::remove_dir_all(unseen.proc.join(pid.to_string())).unwrap();
+            let id = ProcessId::read(Path::new("/proc"), pid).unwrap().unwrap();
+            let held = Process::adopt(&id, Path::new("/proc")).unwrap().unwrap();
+            let group = unseen.group();
+            fs::write(group.join("cgroup.procs"), pid.to_string()).unwrap();
+            let scan = Scan {
+                held: vec![Arc::new(held)],
+                cgroup: ShardCgroup::open(&group).filter(|_| is_grouped),
+                ..unseen.scan()
+            };
+            let (sender, mut events) = mpsc::channel(8);
+            let ends = tokio::spawn(until_gone(scan, force, Arc::default(), sender));
+            let remains = format!("process {pid} (not to be seen)");
+            assert_eq!(events.recv().await, Some(Event::Remains(remains)));
+            assert_eq!(unseen.signal().await, Some(signal));
+            // What a group lists is gone once it does not any more.
+            fs::write(group.join("cgroup.procs"), "").unwrap();
+            assert_eq!(events.recv().await, Some(Event::Gone));
+            ends.await.unwrap();
+        }
     }
 }

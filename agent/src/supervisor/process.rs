@@ -12,13 +12,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
 
 use llmgw_proto::shard::Exit;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -169,6 +170,17 @@ impl Process {
             tokio::task::yield_now().await;
         }
     }
+
+    /// The last word on whether it has ended: the process table may not show it (`hidepid`).
+    pub fn has_ended(&self) -> io::Result<bool> {
+        let mut pidfd = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
+        Ok(poll(&mut pidfd, PollTimeout::ZERO)? > 0)
+    }
+
+    /// Sends it a signal, if it has not ended.
+    pub fn signal(&self, signal: i32) -> io::Result<()> {
+        send(self.pidfd.as_fd(), signal).map(drop)
+    }
 }
 
 /// Sends a signal to exactly this process; `false`: it was gone.
@@ -176,7 +188,12 @@ pub fn signal(id: &ProcessId, proc: &Path, signal: i32) -> io::Result<bool> {
     let Some(pidfd) = hold(id, proc)? else {
         return Ok(false);
     };
-    match kernel::pidfd_send_signal(pidfd.as_fd(), signal) {
+    send(pidfd.as_fd(), signal)
+}
+
+/// `false`: it was gone.
+fn send(pidfd: BorrowedFd<'_>, signal: i32) -> io::Result<bool> {
+    match kernel::pidfd_send_signal(pidfd, signal) {
         Ok(()) => Ok(true),
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(false),
         Err(error) => Err(error),

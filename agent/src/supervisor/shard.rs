@@ -102,7 +102,9 @@ pub struct ShardTask {
     since: (ShardState, u64),
     events: mpsc::Receiver<Event>,
     sender: mpsc::Sender<Event>,
-    /// One for each process, waiting for its end.
+    /// The processes that it started or adopted.
+    held: Vec<Arc<Process>>,
+    /// One for each of them, waiting for its end.
     exits: Vec<Background>,
     /// Before a start.
     turn: Option<Waits>,
@@ -201,6 +203,7 @@ impl ShardTask {
             adopted: false,
             events,
             sender,
+            held: Vec::new(),
             exits: Vec::new(),
             turn: None,
             asking: None,

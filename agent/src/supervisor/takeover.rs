@@ -250,6 +250,7 @@ fn end_interrupted(
         _ => Scan {
             proc: proc.clone(),
             traces: traces(context, "", ids.clone()),
+            held: Vec::new(),
             cgroup: None,
         },
     };
@@ -293,6 +294,7 @@ fn kill_stray_groups(context: &Context, records: &[Record], adopted: &mut Vec<Ad
         let scan = Scan {
             proc: context.options.proc_root.clone(),
             traces: traces(context, &shard, Vec::new()),
+            held: Vec::new(),
             cgroup: Some(group.clone()),
         };
         kill_stray(scan, &shard, adopted);
@@ -324,6 +326,7 @@ fn kill_strays(
         let scan = Scan {
             proc: proc.clone(),
             traces: traces(context, shard, leaders),
+            held: Vec::new(),
             cgroup: None,
         };
         kill_stray(scan, shard, adopted);
@@ -361,6 +364,7 @@ fn scan(context: &Context, record: &Record) -> Scan {
                 .map(|process| process.id())
                 .collect(),
         ),
+        held: Vec::new(),
         cgroup: record.cgroup.as_deref().and_then(ShardCgroup::open),
     }
 }

@@ -17,6 +17,9 @@ pub use environ::{Environ, Environs, look_until_all_came};
 /// and none of them may take or kill another one's engines.
 pub const STATE_VARIABLE: &str = "LLMGW_STATE";
 
+/// The state of a process that is there and that the process table does not show (`hidepid`).
+pub const UNSEEN: char = '?';
+
 /// init, which adopts every orphan: nobody's engine.
 const INIT: u32 = 1;
 
@@ -46,6 +49,7 @@ pub struct Traces {
 pub struct Member {
     pub id: ProcessId,
     /// Of its first thread. `D`: it waits in the kernel, and no signal ends it. `Z`: that one has ended, and others have not.
+    /// [`UNSEEN`]: not known.
     pub state: char,
 }
 
@@ -87,6 +91,17 @@ impl ProcessTable {
             }
         }
         self.add_descendants(&mut found);
+        // It may just have ended; the next look tells.
+        let unseen = traces.in_cgroup.iter();
+        let unseen = unseen.filter(|pid| !self.stats.contains_key(pid));
+        let unseen = unseen.map(|pid| Member {
+            id: ProcessId {
+                pid: *pid,
+                start_ticks: 0,
+                boot_id: self.boot_id.clone(),
+            },
+            state: UNSEEN,
+        });
         let own = std::process::id();
         found
             .into_iter()
@@ -96,6 +111,7 @@ impl ProcessTable {
                 id: self.id(pid, stat),
                 state: stat.state,
             })
+            .chain(unseen)
             .collect()
     }
 
@@ -332,6 +348,21 @@ mod tests {
             ..traces(&[id(10, 5)])
         };
         assert_eq!(pids(&table, &traces, &|_| Environ::Illegible), [12]);
+    }
+
+    #[test]
+    fn what_is_in_the_group_is_a_member_though_the_table_does_not_show_it() {
+        let table = table(&[(11, 1, 11, 7, 'S'), (12, 1, 12, 7, 'Z')]);
+        let traces = Traces {
+            in_cgroup: vec![11, 12, 13],
+            ..traces(&[])
+        };
+        let members = table.members(&traces, &|_| Environ::Other);
+        let found: Vec<(u32, char)> = members
+            .iter()
+            .map(|member| (member.id.pid, member.state))
+            .collect();
+        assert_eq!(found, [(11, 'S'), (13, UNSEEN)]);
     }
 
     #[test]

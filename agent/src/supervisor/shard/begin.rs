@@ -1,5 +1,6 @@
 //! The beginning of a shard: the node's check, each process, the address that one waits for, the engine's own word.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use llmgw_proto::shard::Exit;
@@ -177,6 +178,8 @@ impl ShardTask {
     pub(super) fn watch(&mut self, command: usize, process: Process) {
         let sender = self.sender.clone();
         let shard = self.handle.spec.shard.clone();
+        let process = Arc::new(process);
+        self.held.push(process.clone());
         let exits = async move {
             let exit = process.ended().await.unwrap_or_else(|error| {
                 tracing::error!(shard, %error, "how a process ended can't be read");

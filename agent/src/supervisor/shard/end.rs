@@ -73,6 +73,7 @@ impl ShardTask {
         Scan {
             proc: self.context.options.proc_root.clone(),
             traces: traces.unwrap_or_else(PoisonError::into_inner).clone(),
+            held: self.held.clone(),
             cgroup: self.cgroup.clone(),
         }
     }
