@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, mpsc};
@@ -139,10 +139,12 @@ fn ids(members: &[Member]) -> impl Iterator<Item = &ProcessId> {
     members.iter().map(|member| &member.id)
 }
 
-/// Signals everything, and tells what remains until nothing does. `look_now` shortens the wait for the next look.
+/// Signals everything, and tells what remains until nothing does. Each look leaves in `traces` what it saw, and `look_now` shortens the
+/// wait for the next one.
 pub async fn until_gone(
     mut scan: Scan,
     force: Force,
+    traces: Arc<Mutex<Traces>>,
     look_now: Arc<Notify>,
     events: mpsc::Sender<Event>,
 ) {
@@ -167,6 +169,7 @@ pub async fn until_gone(
         };
         // What could not be seen was not asked to end either.
         (scan, first) = (back, first && members.is_err());
+        keep_seen(&traces, scan.traces.seen.clone());
         let remains = match members {
             Ok(members) if members.is_empty() => {
                 let _ = events.send(Event::Gone).await;
@@ -186,6 +189,11 @@ pub async fn until_gone(
             () = look_now.notified() => pause = LOOK_FIRST,
         }
     }
+}
+
+/// For a later look, which it may be all that leads to them.
+pub fn keep_seen(traces: &Mutex<Traces>, seen: Vec<ProcessId>) {
+    traces.lock().unwrap_or_else(PoisonError::into_inner).seen = seen;
 }
 
 /// Kills what is there of a shard before anything else happens to it; which processes that were. Blocks, at most `within` and until each
@@ -359,7 +367,13 @@ mod tests {
         let mut unseen = Unseen::new("terminate");
         let (sender, mut events) = mpsc::channel(8);
         let look_now = Arc::new(Notify::new());
-        let ends = until_gone(unseen.scan(), Force::Terminate, look_now.clone(), sender);
+        let ends = until_gone(
+            unseen.scan(),
+            Force::Terminate,
+            Arc::default(),
+            look_now.clone(),
+            sender,
+        );
         let ends = tokio::spawn(ends);
         let said = events.recv().await;
         let expected = "what runs can't be seen: Is a directory (os error 21)";
@@ -381,7 +395,13 @@ mod tests {
             ..unseen.scan()
         };
         let (sender, mut events) = mpsc::channel(8);
-        let ends = tokio::spawn(until_gone(scan, Force::Kill, Arc::default(), sender));
+        let ends = tokio::spawn(until_gone(
+            scan,
+            Force::Kill,
+            Arc::default(),
+            Arc::default(),
+            sender,
+        ));
         assert_eq!(unseen.signal().await, Some(libc::SIGKILL));
         assert!(matches!(events.recv().await, Some(Event::Remains(_))));
         assert_eq!(fs::read_to_string(group.join("cgroup.kill")).unwrap(), "1");
@@ -453,7 +473,13 @@ mod tests {
                 ..unseen.scan()
             };
             let (sender, mut events) = mpsc::channel(8);
-            let ends = tokio::spawn(until_gone(scan, force, Arc::default(), sender));
+            let ends = tokio::spawn(until_gone(
+                scan,
+                force,
+                Arc::default(),
+                Arc::default(),
+                sender,
+            ));
             let remains = format!("process {pid} (not to be seen)");
             assert_eq!(events.recv().await, Some(Event::Remains(remains)));
             assert_eq!(unseen.signal().await, Some(signal));

@@ -6,9 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llmgw_agent::process_id::read_stat;
+use llmgw_agent::process_id::{ProcessId, read_stat};
 use llmgw_agent::supervisor::gpu::{GpuFact, GpuFacts};
-use llmgw_agent::supervisor::{StartInstant, Supervisor, SupervisorError, cgroup};
+use llmgw_agent::supervisor::process::signal as signal_exactly;
+use llmgw_agent::supervisor::{
+    StartInstant, Supervisor, SupervisorError, SupervisorOptions, cgroup,
+};
 use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -87,6 +90,32 @@ async fn a_request_reaches_every_descendant_behind_a_shell() {
     node.supervisor.stop_shard(SHARD, false);
     node.until_state(SHARD, ShardState::Stopped).await;
     assert_eq!(lines("asked"), ["one asked", "two asked"]);
+}
+
+#[tokio::test]
+async fn what_the_engine_leaves_when_it_obeys_is_killed_though_nothing_else_leads_to_it() {
+    let pace = |options: &mut SupervisorOptions| options.pace.remember = 20 * PATIENCE;
+    let mut node = Node::with(pace).await;
+    let child = node.options.state_dir.join("child");
+    let left = format!(
+        "trap '' TERM; echo $$ > {}; exec sleep 600",
+        child.display()
+    );
+    let text = "trap exit TERM; setsid env -i sh -c \"$LEFT\" & while :; do sleep 0.01; done";
+    let mut command = script(text);
+    command.env.insert("LEFT".to_owned(), left);
+    let spec = ShardSpec {
+        stop_grace_ms: 300,
+        ..silent(SHARD, vec![command])
+    };
+    node.supervisor.start_shard(spec);
+    let left = || std::fs::read_to_string(&child).ok()?.trim().parse().ok();
+    eventually("the child", || left().is_some()).await;
+    let id = ProcessId::read(PROC.as_ref(), left().unwrap()).unwrap();
+    let id = id.expect("it ignores what could end it");
+    node.supervisor.stop_shard(SHARD, false);
+    node.until_state(SHARD, ShardState::Stopped).await;
+    assert!(!signal_exactly(&id, PROC.as_ref(), 9).unwrap());
 }
 
 #[tokio::test]

@@ -14,7 +14,9 @@ impl ShardTask {
     pub(super) fn end(&mut self, force: Force) {
         self.remembering = None;
         let (look_now, sender) = (self.look_now.clone(), self.sender.clone());
-        let gone = ending::until_gone(self.scan(), force, look_now, sender);
+        // For the next round: what obeys the first one may leave something behind that nothing else leads to.
+        let traces = self.handle.traces.clone();
+        let gone = ending::until_gone(self.scan(), force, traces, look_now, sender);
         self.ending = Some(Background(tokio::spawn(gone)));
     }
 
@@ -62,7 +64,7 @@ impl ShardTask {
         let remembers = async move {
             let looked = tokio::task::spawn_blocking(move || scan.look().map(|_| scan.traces.seen));
             if let Ok(Ok(seen)) = looked.await {
-                traces.lock().unwrap_or_else(PoisonError::into_inner).seen = seen;
+                ending::keep_seen(&traces, seen);
             }
         };
         self.remembering = Some(Background(tokio::spawn(remembers)));
