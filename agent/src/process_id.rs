@@ -69,9 +69,14 @@ impl ProcessId {
         }))
     }
 
-    /// Whether this very process still lives. A zombie is dead, and a pid that another process got is not it.
+    /// Whether this very process of ours still lives. A zombie is dead, and a pid that another process got is not it: least of all one
+    /// that is not for us to see (`hidepid`), as in [`read_stats`].
     pub fn is_alive(&self, proc: &Path) -> io::Result<bool> {
-        Ok(ProcessId::read(proc, self.pid)?.as_ref() == Some(self))
+        match ProcessId::read(proc, self.pid) {
+            Ok(id) => Ok(id.as_ref() == Some(self)),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -166,6 +171,8 @@ fn number<T: std::str::FromStr>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const WRITE_ONLY: &str = "/sys/bus/platform/drivers_probe";
 
     fn recorded(name: &str) -> Stat {
         let path = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -281,6 +288,25 @@ mod tests {
             ..me
         };
         assert!(!recycled.is_alive(proc).unwrap());
+    }
+
+    #[test]
+    fn a_number_that_is_not_for_us_to_see_any_more_is_another_users() {
+        let proc = std::env::temp_dir().join(format!("llmgw-unseen-{}", std::process::id()));
+        fs::create_dir_all(proc.join("7")).unwrap();
+        // Nobody may read it, root included.
+        std::os::unix::fs::symlink(WRITE_ONLY, proc.join("7/stat")).unwrap();
+        let id = ProcessId {
+            pid: 7,
+            start_ticks: 100,
+            boot_id: "5eed".to_owned(),
+        };
+        let (read, is_alive) = (ProcessId::read(&proc, 7), id.is_alive(&proc));
+        fs::remove_dir_all(proc).unwrap();
+        // Elsewhere there may be no such file.
+        if read.is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied) {
+            assert!(!is_alive.unwrap());
+        }
     }
 
     #[test]
