@@ -63,6 +63,8 @@ pub struct Life {
     pub exit: Option<Exit>,
     /// The command to start, or the one that is being started.
     next: usize,
+    /// It waits for its turn to be started, or is.
+    is_being_started: bool,
     failure: Option<Reason>,
     /// Ready by then, or failed.
     start_by_ms: Option<u64>,
@@ -237,6 +239,7 @@ impl Life {
             reason: String::new(),
             exit: None,
             next: 0,
+            is_being_started: false,
             failure: None,
             start_by_ms: None,
             listens_by_ms: None,
@@ -326,9 +329,11 @@ impl Life {
             }
             Event::Listens { command } if starting && *command == self.next => {
                 self.listens_by_ms = None;
+                self.is_being_started = true;
                 vec![Action::Start { command: *command }]
             }
             Event::Started { command } if starting && *command == self.next => {
+                self.is_being_started = false;
                 self.started(plan, now_ms)
             }
             Event::NotStarted { error, .. } => {
@@ -358,6 +363,7 @@ impl Life {
             }
             None => {
                 self.reason.clear();
+                self.is_being_started = true;
                 Action::Start { command }
             }
         };
@@ -463,8 +469,13 @@ impl Life {
             return self.fail(plan, Reason::new("wait_timeout", text), None, now_ms);
         }
         if is_due(self.start_by_ms) {
-            let last = match self.reason.is_empty() {
-                true => String::new(),
+            let last = match self.is_being_started {
+                // Another one may hang, and it is all that this one waits for.
+                true => format!(
+                    "; at last: `{}` was not executed yet, and processes are started one at a time",
+                    plan.name(self.next)
+                ),
+                false if self.reason.is_empty() => String::new(),
                 false => format!("; at last: {}", self.reason),
             };
             let text = format!(

@@ -287,6 +287,24 @@ fn a_shard_that_is_not_ready_in_time_fails_and_says_what_it_saw_last() {
 }
 
 #[test]
+fn a_shard_that_never_had_its_turn_to_be_started_says_so() {
+    let listens = || {
+        Story::new(pair())
+            .then(Event::Checked)
+            .then(Event::Started { command: 0 })
+            .then(Event::Listens { command: 1 })
+    };
+    let reason = "start_deadline: it was not ready within 60000 ms; at last: `server` was not executed yet, and processes are started one at a time";
+    for story in [Story::new(single()).then(Event::Checked), listens()] {
+        story.time_passes().is(
+            ShardState::Stopping,
+            reason,
+            &[Action::LetBe, Action::Report, Action::Terminate],
+        );
+    }
+}
+
+#[test]
 fn an_engine_that_is_silent_or_says_no_once_stays_ready() {
     let mut story = Story::new(single()).ready();
     for _ in 0..10 {
