@@ -111,17 +111,10 @@ impl Node {
             if !looked.gpus.devices.is_empty() {
                 let supervisor = supervisor.clone();
                 let read = tokio::task::spawn_blocking(move || supervisor.processes());
-                match read.await {
-                    Ok(Ok(processes)) => {
-                        own.look(&processes, &looked, Instant::now());
-                        looked.settle(&|pid| own.has(pid));
-                    }
-                    // Then each of them is taken for a stranger's, which only keeps new ones off.
-                    Ok(Err(error)) => {
-                        tracing::warn!("the processes of the shards can't be told: {error}");
-                    }
-                    Err(_) => return,
-                }
+                let Ok(processes) = read.await else {
+                    return;
+                };
+                own.settle(processes, &mut looked, Instant::now());
             }
             *lock(&self.looked) = looked;
         }
@@ -189,6 +182,16 @@ impl LookedAt {
 }
 
 impl OwnPids {
+    /// Says of a look at the GPUs which of them strangers hold.
+    fn settle(&mut self, processes: io::Result<Processes>, looked: &mut LookedAt, now: Instant) {
+        match processes {
+            Ok(processes) => self.look(&processes, looked, now),
+            // Those of the look before it has to do: one that began since is taken for a stranger's, which only keeps new ones off.
+            Err(error) => tracing::warn!("the processes of the shards can't be told: {error}"),
+        }
+        looked.settle(&|pid| self.has(pid));
+    }
+
     /// Takes in who runs now.
     fn look(&mut self, processes: &Processes, looked: &LookedAt, now: Instant) {
         let before = std::mem::replace(&mut self.now, processes.own.clone());
@@ -302,6 +305,24 @@ mod tests {
         assert!(!is_held(&mut second_one, &own));
         own.look(&processes(&[], &[99]), &probed(second(5), &[]), second(6));
         assert!(own.ended.is_empty());
+    }
+
+    #[test]
+    fn the_shards_processes_are_no_strangers_while_they_cannot_be_told() {
+        let start = Instant::now();
+        let mut own = OwnPids::default();
+        own.settle(
+            Ok(processes(&[10], &[10])),
+            &mut probed(start, &[10]),
+            start,
+        );
+        for (listed, is_strangers) in [(10, false), (11, true)] {
+            let mut looked = probed(start, &[listed]);
+            let error = io::ErrorKind::IsADirectory.into();
+            own.settle(Err(error), &mut looked, start);
+            let is_held = looked.gpus.devices[0].has(HealthCode::MemoryHeld);
+            assert_eq!(is_held, is_strangers, "{listed}");
+        }
     }
 
     #[test]
