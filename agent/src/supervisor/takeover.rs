@@ -54,6 +54,8 @@ pub enum Outcome {
     Stopping,
     /// Something of it was lost; what is left of it is stopped, and it fails.
     Failed { reason: String },
+    /// What was forked for a start that the agent's end interrupted. The start begins anew.
+    Interrupted { pids: Vec<u32> },
     /// Processes that no record explains.
     Killed { pids: Vec<u32> },
     /// Its record could not be read; processes of it are among those killed.
@@ -91,6 +93,10 @@ impl fmt::Display for Adopted {
                 write!(f, "shard `{shard}` was being stopped, and its stop goes on")
             }
             Outcome::Failed { reason } => write!(f, "shard `{shard}` is lost: {reason}"),
+            Outcome::Interrupted { pids } => write!(
+                f,
+                "processes {pids:?} of shard `{shard}` were being started when the agent ended, and were killed"
+            ),
             Outcome::Killed { pids } => write!(
                 f,
                 "processes {pids:?} of shard `{shard}` are on no record, and were killed"
@@ -114,9 +120,10 @@ impl Adopted {
     /// Tells the operator: with a warning where something was lost.
     fn say(&self) {
         match self.outcome {
-            Outcome::Adopted { .. } | Outcome::Resumed | Outcome::Stopping => {
-                tracing::info!("{self}");
-            }
+            Outcome::Adopted { .. }
+            | Outcome::Resumed
+            | Outcome::Stopping
+            | Outcome::Interrupted { .. } => tracing::info!("{self}"),
             Outcome::Failed { .. } | Outcome::Killed { .. } | Outcome::SetAside { .. } => {
                 tracing::warn!("{self}");
             }
@@ -254,7 +261,14 @@ fn end_interrupted(
             cgroup: None,
         },
     };
-    kill(scan, &record.spec.shard, adopted)?;
+    let killed = ending::kill_now(scan, STRAYS_WAIT_MAX)?;
+    if !killed.is_empty() {
+        let pids = killed.into_iter().collect();
+        adopted.push(Adopted {
+            shard: record.spec.shard.clone(),
+            outcome: Outcome::Interrupted { pids },
+        });
+    }
     for id in ids {
         if id.is_alive(proc)? {
             let text = format!(
@@ -333,22 +347,18 @@ fn kill_strays(
     }
 }
 
-fn kill(scan: Scan, shard: &str, adopted: &mut Vec<Adopted>) -> io::Result<()> {
-    let killed = ending::kill_now(scan, STRAYS_WAIT_MAX)?;
-    if !killed.is_empty() {
-        let pids = killed.into_iter().collect();
-        adopted.push(Adopted {
-            shard: shard.to_owned(),
-            outcome: Outcome::Killed { pids },
-        });
-    }
-    Ok(())
-}
-
-/// The same for what is nobody's. The agent starts where it can't be seen too.
+/// Kills what is nobody's. The agent starts where it can't be seen too.
 fn kill_stray(scan: Scan, shard: &str, adopted: &mut Vec<Adopted>) {
-    if let Err(error) = kill(scan, shard, adopted) {
-        tracing::error!(shard, %error, "what is left of the shard can't be seen");
+    match ending::kill_now(scan, STRAYS_WAIT_MAX) {
+        Ok(killed) if killed.is_empty() => {}
+        Ok(killed) => {
+            let pids = killed.into_iter().collect();
+            adopted.push(Adopted {
+                shard: shard.to_owned(),
+                outcome: Outcome::Killed { pids },
+            });
+        }
+        Err(error) => tracing::error!(shard, %error, "what is left of the shard can't be seen"),
     }
 }
 

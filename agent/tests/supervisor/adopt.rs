@@ -366,7 +366,7 @@ async fn a_child_that_was_let_through_its_gate_at_the_agents_last_instant_is_no_
     );
     let mut node = node_over(directory).await;
     assert!(runs.is_alive() && !executes.is_alive());
-    let killed = Outcome::Killed {
+    let killed = Outcome::Interrupted {
         pids: vec![executes.0.id()],
     };
     let adopted = Outcome::Adopted {
@@ -378,6 +378,11 @@ async fn a_child_that_was_let_through_its_gate_at_the_agents_last_instant_is_no_
         .map(|adopted| &adopted.outcome)
         .collect();
     assert_eq!(outcomes, [&killed, &adopted]);
+    let said = format!(
+        "processes [{}] of shard `{SHARD}` were being started when the agent ended, and were killed",
+        executes.0.id()
+    );
+    assert_eq!(node.adopted[0].to_string(), said);
     node.until_state(SHARD, ShardState::Ready).await;
     assert_eq!(node.processes(SHARD).len(), 2);
 }
