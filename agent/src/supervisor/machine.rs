@@ -152,7 +152,7 @@ pub enum Action {
     ProbeOften,
     /// Ask it now and then.
     ProbeSeldom,
-    /// No more questions, no more waiting for addresses.
+    /// No more questions, no more waiting for addresses or for a turn to be started. A start that is under way ends first.
     LetBe,
     /// Put on record whether it is ready.
     RecordReady(bool),

@@ -35,9 +35,6 @@ impl Life {
             (Ending::Terminated, Event::Asked(Asked::Kill)) => vec![self.kill(now_ms)],
             // Asked again, or asked to stop what fails: the shorter of the two graces stays.
             (_, Event::Asked(_)) => Vec::new(),
-            // A start that was under way when the stop came.
-            (Ending::Terminated, Event::Started { .. }) => vec![Action::Terminate],
-            (Ending::Killed, Event::Started { .. }) => vec![Action::Kill],
             (Ending::Terminated | Ending::Killed, Event::Remains(what)) => {
                 self.remains.clone_from(what);
                 Vec::new()

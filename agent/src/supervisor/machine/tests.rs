@@ -481,15 +481,6 @@ fn a_forced_stop_kills_at_once_also_when_a_stop_is_under_way() {
 }
 
 #[test]
-fn a_start_that_was_under_way_when_the_stop_came_is_stopped_too() {
-    let story = Story::new(single())
-        .then(Event::Checked)
-        .then(Event::Asked(Asked::Stop))
-        .then(Event::Started { command: 0 });
-    assert_eq!(story.last, [Action::Terminate]);
-}
-
-#[test]
 fn processes_that_no_signal_ends_are_reported_and_not_waited_for() {
     let reason = "not_gone: SIGKILL did not end process 7 (D)";
     let story = Story::new(single())
