@@ -213,7 +213,7 @@ impl Supervisor {
     /// Reads what is on disk, takes over what still runs, kills what can't be identified, and says what was lost.
     ///
     /// # Errors
-    /// Where the state directory can't be used, or another agent uses it.
+    /// Where the state directory can't be used, another agent uses it, or what runs can't be seen.
     pub async fn start(
         options: SupervisorOptions,
     ) -> Result<(Arc<Supervisor>, Vec<Adopted>), SupervisorError> {

@@ -9,7 +9,7 @@ use super::{DaemonError, Stop};
 pub(super) struct Tasks {
     /// Holds the session with the server; ends once it was told to.
     pub(super) session: JoinHandle<()>,
-    /// Looks at the node again and again, and never ends.
+    /// Looks at the node again and again; ends with the thread that asks the GPUs' driver.
     pub(super) looks: JoinHandle<()>,
     /// Cancelled where a shard's task panicked.
     pub(super) shard_lost: CancellationToken,
@@ -19,7 +19,7 @@ impl Tasks {
     /// Waits until the agent is to stop.
     ///
     /// # Errors
-    /// Where a task ended, though nobody told it to: it panicked.
+    /// Where a task ended, though nobody told it to: it panicked, or what it can't do without did.
     pub(super) async fn until_asked(&mut self, stop: &mut Stop) -> Result<(), DaemonError> {
         let (task, ended) = tokio::select! {
             () = stop.asked() => return Ok(()),
