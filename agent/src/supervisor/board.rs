@@ -41,7 +41,8 @@ impl Board {
         self.put_with(status, || {});
     }
 
-    /// The same together with what goes with it: whoever sees that done puts and reads the later status.
+    /// The same with what goes together with it. `also` runs under the board's lock, so nobody who acts on its effect can put or read a
+    /// status before this one.
     pub fn put_with(&self, status: ShardStatus, also: impl FnOnce()) {
         let mut entries = self.lock();
         also();

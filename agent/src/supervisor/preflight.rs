@@ -335,7 +335,7 @@ fn check_port(host: &str, port: u16, node: &Node<'_>) -> Result<(), Refusal> {
         let shard = shard.clone();
         return Err(Refusal::PortClaimed { port, shard });
     }
-    let Err(error) = ports::try_to_listen(host, port) else {
+    let Err(error) = ports::check_free(host, port) else {
         return Ok(());
     };
     let host = host.to_owned();

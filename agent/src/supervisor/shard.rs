@@ -106,7 +106,7 @@ pub struct ShardTask {
     held: Vec<Arc<Process>>,
     /// One for each of them, waiting for its end.
     exits: Vec<Background>,
-    /// Before a start.
+    /// Waits for its turn, before a start.
     turn: Option<Waits>,
     /// Asks the engine, or tries to reach an address.
     asking: Option<Background>,

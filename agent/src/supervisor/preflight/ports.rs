@@ -27,7 +27,7 @@ impl PortOwner {
 }
 
 /// Whether one could listen there.
-pub fn try_to_listen(host: &str, port: u16) -> io::Result<()> {
+pub fn check_free(host: &str, port: u16) -> io::Result<()> {
     let mut refused = io::Error::from(io::ErrorKind::AddrNotAvailable);
     for address in (host, port).to_socket_addrs()? {
         match bind(address) {
@@ -112,14 +112,14 @@ mod tests {
     fn a_port_that_this_process_listens_on_is_its() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let taken = try_to_listen("127.0.0.1", port).unwrap_err();
+        let taken = check_free("127.0.0.1", port).unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
         assert_eq!(
             owner(Path::new("/proc"), port).unwrap().pid,
             std::process::id()
         );
         drop(listener);
-        try_to_listen("127.0.0.1", port).unwrap();
+        check_free("127.0.0.1", port).unwrap();
     }
 
     #[test]
@@ -129,7 +129,7 @@ mod tests {
         // What a fork does to every descriptor.
         let copy = socket.as_fd().try_clone_to_owned().unwrap();
         drop(socket);
-        try_to_listen("127.0.0.1", address.port()).unwrap();
+        check_free("127.0.0.1", address.port()).unwrap();
         TcpListener::bind(address).unwrap();
         drop(copy);
     }

@@ -20,7 +20,7 @@ const LIMITS: Limits = Limits {
     wait_beside_hung: Duration::from_millis(100),
     hangs_after: Duration::from_secs(10),
 };
-/// Reads that hang, each with its thread. With more, no other process is asked.
+/// Processes whose read hangs, each with its thread. With more, no other one is asked.
 const HUNG_MAX: usize = 64;
 /// Threads that wait for the next read: as many as there are looks at the same time.
 const IDLE_MAX: usize = 4;
