@@ -13,19 +13,24 @@ use nix::unistd::{Pid, mkfifo};
 use serde_json::json;
 
 use crate::harness::{
-    Bystander, Directory, Node, engine, eventually, options, record, record_path, script, silent,
-    state_dir,
+    Bystander, Directory, Node, PROC, engine, eventually, options, record, record_path, script,
+    silent, state_dir,
 };
 
 const SHARD: &str = "m/0/0";
 
 /// As an agent that started `id` for the shard's only command would have left it.
 fn leave(directory: &Directory, spec: &ShardSpec, id: &ProcessId) {
-    leave_all(directory, spec, &[(id, true)]);
+    leave_all(directory, spec, &[(id, true)], None);
 }
 
 /// The same with a process for each command, and whether it was seen executing.
-fn leave_all(directory: &Directory, spec: &ShardSpec, processes: &[(&ProcessId, bool)]) {
+fn leave_all(
+    directory: &Directory,
+    spec: &ShardSpec,
+    processes: &[(&ProcessId, bool)],
+    cgroup: Option<&Path>,
+) {
     let processes = processes
         .iter()
         .enumerate()
@@ -45,7 +50,7 @@ fn leave_all(directory: &Directory, spec: &ShardSpec, processes: &[(&ProcessId, 
         "asked": "run",
         "ready": true,
         "processes": processes.collect::<Vec<_>>(),
-        "cgroup": null,
+        "cgroup": cgroup,
     });
     let path = record_path(&directory.0, &spec.shard);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -363,6 +368,7 @@ async fn a_child_that_was_let_through_its_gate_at_the_agents_last_instant_is_no_
         &directory,
         &spec,
         &[(&runs.id(), true), (&executes.id(), false)],
+        None,
     );
     let mut node = node_over(directory).await;
     assert!(runs.is_alive() && !executes.is_alive());
@@ -385,4 +391,53 @@ async fn a_child_that_was_let_through_its_gate_at_the_agents_last_instant_is_no_
     assert_eq!(node.adopted[0].to_string(), said);
     node.until_state(SHARD, ShardState::Ready).await;
     assert_eq!(node.processes(SHARD).len(), 2);
+}
+
+#[tokio::test]
+async fn an_agent_that_cannot_see_what_runs_of_a_shard_does_not_start() {
+    let directory = Directory::new();
+    let group = directory.0.join("group");
+    fs::create_dir_all(group.join("cgroup.procs")).unwrap();
+    fs::write(group.join("cgroup.kill"), "").unwrap();
+    leave_all(&directory, &engine(SHARD, &[]), &[], Some(&group));
+    let started = Supervisor::start(options(&directory.0)).await;
+    let said = started.err().unwrap().to_string();
+    let expected = "what runs of a shard can't be seen: Is a directory (os error 21)";
+    assert_eq!(said, expected);
+}
+
+#[tokio::test]
+async fn a_start_does_not_begin_anew_beside_a_child_that_no_signal_ends() {
+    let (directory, child) = (Directory::new(), Bystander::start(&[]));
+    let id = child.id();
+    // A process table in which it stays as it is.
+    let proc = directory.0.join("proc");
+    let (stat, boot_id) = (format!("{}/stat", id.pid), "sys/kernel/random/boot_id");
+    for file in [stat.as_str(), boot_id] {
+        fs::create_dir_all(proc.join(file).parent().unwrap()).unwrap();
+        fs::write(
+            proc.join(file),
+            fs::read(Path::new(PROC).join(file)).unwrap(),
+        )
+        .unwrap();
+    }
+    leave_all(&directory, &engine(SHARD, &[]), &[(&id, false)], None);
+    let mut options = options(&directory.0);
+    options.proc_root.clone_from(&proc);
+    let mut node = Node::on(directory, options).await;
+    let reason = format!(
+        "start_interrupted: process {} was being started when the agent ended, and SIGKILL did not end it",
+        id.pid
+    );
+    let pids = vec![id.pid];
+    let expected = [
+        Outcome::Interrupted { pids },
+        Outcome::Failed {
+            reason: reason.clone(),
+        },
+    ];
+    let outcomes = node.adopted.iter().map(|adopted| adopted.outcome.clone());
+    assert_eq!(outcomes.collect::<Vec<_>>(), expected);
+    fs::remove_dir_all(proc.join(stat).parent().unwrap()).unwrap();
+    assert_eq!(failed(&mut node).await, reason);
 }

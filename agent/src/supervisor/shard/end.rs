@@ -144,6 +144,17 @@ mod tests {
         fs::remove_dir_all(&task.context.options.state_dir).unwrap();
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn a_shard_is_gone_although_how_a_process_ended_is_never_told() {
+        let mut task = task("untold");
+        task.step(Event::Asked(Asked::Stop)).await;
+        let exits = tokio::spawn(std::future::pending());
+        task.exits.push(Background(exits));
+        assert_eq!(task.gone().await, [Action::Release]);
+        assert_eq!(task.life.exit, None);
+        fs::remove_dir_all(&task.context.options.state_dir).unwrap();
+    }
+
     #[tokio::test]
     async fn a_stop_is_heard_while_the_look_at_what_is_there_hangs() {
         let mut context = context("look");

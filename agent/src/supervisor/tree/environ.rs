@@ -377,6 +377,41 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_reads_again_and_none_is_started_while_too_many_hang() {
+        let mut readers = Readers {
+            idle: Vec::new(),
+            hung: Vec::new(),
+        };
+        let reader = readers.take().unwrap();
+        readers.give_back(reader);
+        let (answers, answer) = channel();
+        let asked = |reader: Sender<Ask>| {
+            let (proc, pid, answer) = (PathBuf::from("/nowhere"), 7, answers.clone());
+            reader.send(Ask { proc, pid, answer }).unwrap();
+            reader
+        };
+        let reader = asked(readers.take().unwrap());
+        assert!(readers.idle.is_empty(), "it was the one that is back");
+        assert_eq!(answer.recv(), Ok(Environ::Illegible));
+        readers.give_back(reader);
+        let (hangs, hung): (Vec<_>, Vec<_>) = (0..HUNG_MAX).map(|_| channel()).unzip();
+        for (pid, answer) in (0..).zip(hung) {
+            assert!(readers.take().is_some(), "{pid} hang");
+            let (proc, since) = (PathBuf::from("/proc"), Instant::now());
+            readers.add_hung(Hung {
+                proc,
+                pid,
+                since,
+                answer,
+            });
+        }
+        assert!(readers.take().is_none());
+        drop(hangs);
+        readers.hangs_since(Path::new("/proc"), 0);
+        assert!(readers.take().is_some(), "their reads have ended");
+    }
+
+    #[test]
     fn a_look_says_which_environment_has_not_come() {
         let proc = Hanging::new("look", &[7]);
         let environs = Environs::of(&proc.0);
