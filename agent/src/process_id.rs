@@ -11,6 +11,9 @@ use std::path::Path;
 /// `/proc/PID/stat` is one line of 52 fields and a name of at most 64 bytes.
 const STAT_MAX_BYTES: usize = 4 * 1024;
 
+/// Among the flags of a process, on every Linux.
+const PF_KTHREAD: u32 = 0x0020_0000;
+
 /// The kernel's word for the group of a process that was reaped while its line was written.
 const REAPED: &str = "-1";
 
@@ -36,6 +39,8 @@ pub struct Stat {
     pub threads: u32,
     /// Clock ticks after boot.
     pub start_ticks: u64,
+    /// The kernel's own: it has no environment.
+    pub is_kernel_thread: bool,
 }
 
 /// A stat line that is none.
@@ -93,6 +98,7 @@ impl Stat {
                 session: 0,
                 threads: 0,
                 start_ticks: number(&fields, 19, "starttime")?,
+                is_kernel_thread: false,
             });
         }
         Ok(Stat {
@@ -105,6 +111,7 @@ impl Stat {
             session: number(&fields, 3, "session")?,
             threads: number(&fields, 17, "num_threads")?,
             start_ticks: number(&fields, 19, "starttime")?,
+            is_kernel_thread: number::<u32>(&fields, 6, "flags")? & PF_KTHREAD != 0,
         })
     }
 
@@ -222,6 +229,13 @@ mod tests {
                 format!("7 (x) {state} 1 7 7 0 -1 4194560 0 0 0 0 0 0 0 0 20 0 {threads} 0 100 0");
             assert_eq!(Stat::parse(&line).unwrap().is_alive(), alive, "{line}");
         }
+    }
+
+    #[test]
+    fn a_thread_of_the_kernel_is_told_from_an_engine() {
+        let line = "2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0 0 0 0 0 20 0 1 0 20 0 0";
+        assert!(Stat::parse(line).unwrap().is_kernel_thread);
+        assert!(!recorded("vllm-api.stat").is_kernel_thread);
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl ProcessTable {
             .min()
             .unwrap_or(0);
         for (&pid, stat) in &self.stats {
-            let may_be = stat.is_alive() && stat.start_ticks >= oldest && !is_never_ours(pid);
+            let may_be = stat.start_ticks >= oldest && may_be_ours(pid, stat);
             if may_be && !found.contains(&pid) && self.belongs(pid, stat, traces, environ) {
                 found.insert(pid);
             }
@@ -123,7 +123,7 @@ impl ProcessTable {
     ) -> Vec<(String, ProcessId)> {
         self.stats
             .iter()
-            .filter(|(pid, stat)| stat.is_alive() && !is_never_ours(**pid))
+            .filter(|(pid, stat)| may_be_ours(**pid, stat))
             .filter_map(|(&pid, stat)| match environ(pid) {
                 Environ::Engine {
                     shard,
@@ -215,13 +215,16 @@ impl ProcessTable {
     }
 }
 
-/// Neither init nor the agent itself, whatever their environment says.
-fn is_never_ours(pid: u32) -> bool {
-    pid == INIT || pid == std::process::id()
+/// Neither init nor the agent itself, whatever their environment says. Threads of the kernel have none, and there are hundreds of them.
+fn may_be_ours(pid: u32, stat: &Stat) -> bool {
+    let is_never_ours = pid == INIT || pid == std::process::id() || stat.is_kernel_thread;
+    stat.is_alive() && !is_never_ours
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
 
     const BOOT: &str = "5eed";
@@ -238,6 +241,7 @@ mod tests {
                     session,
                     threads: 1,
                     start_ticks,
+                    is_kernel_thread: false,
                 };
                 (pid, stat)
             });
@@ -363,6 +367,29 @@ mod tests {
             .map(|member| (member.id.pid, member.state))
             .collect();
         assert_eq!(found, [(11, 'S'), (13, UNSEEN)]);
+    }
+
+    #[test]
+    fn neither_the_dead_nor_init_the_agent_or_the_kernels_threads_are_asked_for_their_environments()
+    {
+        let own = std::process::id();
+        let mut table = table(&[
+            (INIT, 0, 1, 0, 'S'),
+            (own, 1, own, 7, 'S'),
+            (3_000_000_000, 2, 0, 7, 'S'),
+            (3_000_000_001, 1, 1, 7, 'Z'),
+            (3_000_000_002, 1, 1, 7, 'S'),
+        ]);
+        let kernel = table.stats.get_mut(&3_000_000_000).unwrap();
+        kernel.is_kernel_thread = true;
+        let asked = RefCell::new(Vec::new());
+        let environ = |pid| {
+            asked.borrow_mut().push(pid);
+            Environ::Other
+        };
+        assert_eq!(table.engines("/state", &environ), []);
+        assert_eq!(pids(&table, &traces(&[]), &environ), [0_u32; 0]);
+        assert_eq!(asked.take(), [3_000_000_002, 3_000_000_002]);
     }
 
     #[test]
