@@ -24,6 +24,8 @@ const LOOK_TERMINATED_MAX: Duration = Duration::from_millis(200);
 const LOOK_KILLED_MAX: Duration = Duration::from_secs(2);
 /// Between two looks at GPUs.
 const LOOK_GPU: Duration = Duration::from_millis(200);
+/// Between two requests for a look at what is held still: each costs the driver some 100 ms, and it frees memory over seconds.
+const ASK_GPU: Duration = Duration::from_secs(2);
 /// Processes that a reason names.
 const SHOWN_MAX: usize = 8;
 
@@ -235,6 +237,7 @@ pub async fn until_free(
     if !uuids.is_empty() {
         gpus.look_now();
     }
+    let mut asked = tokio::time::Instant::now();
     let mut told = None;
     loop {
         let mut held = None;
@@ -255,6 +258,10 @@ pub async fn until_free(
             let _ = events.send(Event::Released).await;
             return;
         };
+        if matches!(event, Event::Held(_)) && asked.elapsed() >= ASK_GPU {
+            gpus.look_now();
+            asked = tokio::time::Instant::now();
+        }
         if held != told {
             told = held;
             if events.send(event).await.is_err() {
@@ -291,8 +298,44 @@ mod tests {
     use nix::unistd::mkfifo;
 
     use super::*;
+    use crate::supervisor::gpu::GpuFact;
 
     const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// A GPU that is free at the third look.
+    #[derive(Default)]
+    struct FreedLate {
+        looks: Mutex<Vec<Instant>>,
+    }
+
+    impl GpuFacts for FreedLate {
+        fn gpu(&self, _: &str) -> Option<GpuFact> {
+            let looks = self.looks.lock().unwrap();
+            Some(GpuFact {
+                problems: Vec::new(),
+                used_mib: Some(if looks.len() < 3 { 9_000 } else { 3 }),
+                holders: Vec::new(),
+                read_at: *looks.last().unwrap(),
+            })
+        }
+
+        fn look_now(&self) {
+            self.looks.lock().unwrap().push(Instant::now());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_gpu_that_is_held_still_is_looked_at_again_and_not_all_the_time() {
+        let began = tokio::time::Instant::now();
+        let (gpus, uuids) = (Arc::new(FreedLate::default()), vec!["GPU-1".to_owned()]);
+        let (sender, mut events) = mpsc::channel(8);
+        let frees = until_free("m/0/0".to_owned(), uuids, gpus.clone(), sender);
+        tokio::time::timeout(PATIENCE, frees).await.unwrap();
+        assert!(matches!(events.recv().await, Some(Event::Held(_))));
+        assert_eq!(events.recv().await, Some(Event::Released));
+        assert_eq!(gpus.looks.lock().unwrap().len(), 3);
+        assert!(began.elapsed() >= 2 * ASK_GPU);
+    }
 
     /// A process of the test's, and a proc directory in which it is and which can't be read.
     struct Unseen {
