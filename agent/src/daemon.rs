@@ -289,7 +289,7 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
         shard_lost: supervisor.lost(),
     };
     if !is_asked && let Err(lost) = tasks.until_asked(&mut stop).await {
-        supervisor.shutdown(setup.stop_engines).await;
+        shut_down(&supervisor, setup.stop_engines, &mut stop).await;
         return Err(lost);
     }
     if setup.stop_engines {
@@ -305,6 +305,15 @@ async fn run(setup: Setup, mut stop: Stop) -> Result<(), DaemonError> {
     let _ = tokio::join!(&mut tasks.session, supervisor.shutdown(false));
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Ends supervision. A signal meanwhile leaves the engines running that are not stopped yet: where nobody looks at the GPUs any more, each
+/// shard on some waits long for it.
+async fn shut_down(supervisor: &Supervisor, stop_engines: bool, stop: &mut Stop) {
+    tokio::select! {
+        () = supervisor.shutdown(stop_engines) => {}
+        () = stop.asked() => supervisor.shutdown(false).await,
+    }
 }
 
 /// Turns the token into a certificate, where there is one to turn. True: the agent was told to stop meanwhile.

@@ -33,7 +33,7 @@ mod takeover;
 pub mod tree;
 
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
