@@ -67,7 +67,8 @@ async fn a_signal_ends_an_agent_that_has_lost_something_and_waits_for_its_gpus()
     let mut stop = Stop::Once(Some(asked.clone()));
     let ends = shut_down(&supervisor, true, &mut stop);
     let asks = async {
-        while !supervisor.processes().unwrap().own.is_empty() {
+        let has_ended = || supervisor.processes().is_ok_and(|all| all.own.is_empty());
+        while !has_ended() {
             tokio::time::sleep(LOOK_EVERY).await;
         }
         asked.cancel();

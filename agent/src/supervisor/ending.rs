@@ -13,7 +13,7 @@ use super::cgroup::ShardCgroup;
 use super::gpu::{self, GpuFacts, Release};
 use super::machine::Event;
 use super::process::{self, Process};
-use super::tree::{Environs, Member, ProcessTable, Traces, UNSEEN};
+use super::tree::{Environs, HANGS_AFTER, Member, ProcessTable, Traces, UNSEEN};
 use crate::process_id::ProcessId;
 
 /// The first look after a signal comes this soon, each later one after half as long again.
@@ -198,8 +198,8 @@ pub fn keep_seen(traces: &Mutex<Traces>, seen: Vec<ProcessId>) {
     traces.lock().unwrap_or_else(PoisonError::into_inner).seen = seen;
 }
 
-/// Kills what is there of a shard before anything else happens to it; which processes that were. Blocks, at most `within` and until each
-/// environment has come or is known to hang.
+/// Kills what is there of a shard before anything else happens to it; which processes that were. Blocks, at most `within` and for as long as it
+/// takes to know that an environment hangs.
 ///
 /// # Errors
 /// Where what is left can't be seen. What is known was killed all the same.
@@ -212,7 +212,10 @@ pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<BTreeSet<u32>> {
     loop {
         let members = match scan.kill() {
             // It comes, or is known to hang in the end.
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            Err(error)
+                if error.kind() == io::ErrorKind::TimedOut
+                    && Instant::now() < deadline + HANGS_AFTER =>
+            {
                 std::thread::sleep(LOOK_FIRST);
                 continue;
             }

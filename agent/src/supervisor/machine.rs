@@ -16,12 +16,15 @@ use std::fmt;
 use llmgw_proto::shard::{Exit, ShardSpec, ShardState, WaitFor};
 
 use super::spec_store::Asked;
+use super::tree::HANGS_AFTER;
 use probing::Silence;
 
 /// What is left of a shard that failed gets this long between SIGTERM and SIGKILL, or its own grace if that is shorter.
 pub const FAILURE_GRACE_MAX_MS: u64 = 5_000;
 /// How long the processes may take to go after SIGKILL. Those that stay wait in the kernel.
-pub const KILL_WAIT_MAX_MS: u64 = 10_000;
+pub const KILL_WAIT_MAX_MS: u64 = 30_000;
+// A stranger's environment that hangs must not make one that went at once a failure, nor a machine that stood still.
+const _: () = assert!(KILL_WAIT_MAX_MS as u128 >= 2 * HANGS_AFTER.as_millis());
 /// How long it may take until the GPUs are looked at once the processes are gone: a probe that is under way, and then the one that was
 /// asked for, each to its deadline and killed.
 pub const LOOK_WAIT_MAX_MS: u64 = 65_000;

@@ -28,7 +28,8 @@ use super::{SupervisorError, SupervisorOptions};
 use crate::process_id::ProcessId;
 
 /// A child that stands at its gate when its agent dies holds a copy of the lock until it notices.
-const LOCK_WAIT_MAX: Duration = Duration::from_secs(2);
+/// Tries are counted, so that a pause of the machine is no reason to give up: 2 s if there is none.
+const LOCK_TRIES: u32 = 200;
 const LOCK_LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How long strays may take to die before the start goes on without them.
 const STRAYS_WAIT_MAX: Duration = Duration::from_secs(5);
@@ -412,11 +413,12 @@ fn lock(path: &Path) -> Result<StateLock, SupervisorError> {
         .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW)
         .open(path);
     let mut file = open.map_err(failed)?;
-    let deadline = Instant::now() + LOCK_WAIT_MAX;
+    let mut tries = 0;
     loop {
+        tries += 1;
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => return Ok(StateLock(lock)),
-            Err((_, nix::errno::Errno::EWOULDBLOCK)) if Instant::now() >= deadline => {
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) if tries == LOCK_TRIES => {
                 return Err(SupervisorError::Locked {
                     path: path.to_owned(),
                 });

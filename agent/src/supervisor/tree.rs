@@ -11,7 +11,7 @@ use std::io;
 use std::path::Path;
 
 use crate::process_id::{ProcessId, Stat, read_stats};
-pub use environ::{Environ, Environs, look_until_all_came};
+pub use environ::{Environ, Environs, HANGS_AFTER, look_until_all_came};
 
 /// The variable in an engine's environment that names the state directory of its agent: several agents may share a machine,
 /// and none of them may take or kill another one's engines.

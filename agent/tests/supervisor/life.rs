@@ -1,5 +1,6 @@
 //! From the server's wish to a ready engine, and every way not to get there.
 
+use std::cell::RefCell;
 use std::fs;
 use std::path::PathBuf;
 
@@ -386,11 +387,15 @@ async fn the_agents_own_processes_are_known() {
     node.supervisor
         .start_shard(silent(SHARD, vec![script("sleep 600 & sleep 600")]));
     node.until_state(SHARD, ShardState::Ready).await;
+    let processes = RefCell::default();
     eventually("three processes", || {
-        node.supervisor.processes().unwrap().own.len() == 3
+        let Ok(seen) = node.supervisor.processes() else {
+            return false;
+        };
+        seen.own.len() == 3 && processes.replace(Some(seen)).is_none()
     })
     .await;
-    let processes = node.supervisor.processes().unwrap();
+    let processes = processes.take().unwrap();
     let leader = node.pid(SHARD);
     assert!(processes.own.contains(&leader));
     assert!(processes.own.is_subset(&processes.living));

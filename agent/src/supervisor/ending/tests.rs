@@ -168,8 +168,9 @@ fn nothing_is_left_only_once_each_environment_has_come() {
     let deadline = Instant::now() + PATIENCE;
     let members = loop {
         match scan.look() {
-            Ok(members) => break members,
-            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            Ok(members) if !members.is_empty() => break members,
+            // Nobody: after a pause of the machine that read was taken to hang.
+            seen => assert!(Instant::now() < deadline, "{seen:?}"),
         }
     };
     assert_eq!(members.len(), 1);

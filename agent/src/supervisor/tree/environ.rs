@@ -1,7 +1,7 @@
 //! What a process's environment says about whose it is. To read it takes a lock on the process's memory, and a process that hangs in a
 //! driver can hold that for as long: so other threads read, and who asks goes on without an answer that does not come.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -18,8 +18,10 @@ use crate::process_files;
 const LIMITS: Limits = Limits {
     wait: Duration::from_secs(2),
     wait_beside_hung: Duration::from_millis(100),
-    hangs_after: Duration::from_secs(10),
+    hangs_after: HANGS_AFTER,
 };
+/// From then on a read hangs in the kernel. Before, its thread may not have come to run.
+pub const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// Processes whose read hangs, each with its thread. With more, no other one is asked.
 const HUNG_MAX: usize = 64;
 /// Threads that wait for the next read: as many as there are looks at the same time.
@@ -44,8 +46,8 @@ pub enum Environ {
 pub struct Environs<'a> {
     proc: &'a Path,
     read: RefCell<BTreeMap<u32, Environ>>,
-    /// Whose has not come yet.
-    late: Cell<Option<u32>>,
+    /// Whose have not come yet.
+    late: RefCell<Vec<u32>>,
 }
 
 /// How long a read is waited for.
@@ -54,7 +56,6 @@ struct Limits {
     wait: Duration,
     /// While others hang: their waits would add up.
     wait_beside_hung: Duration,
-    /// From then on it hangs in the kernel. Before, its thread may not have come to run.
     hangs_after: Duration,
 }
 
@@ -87,12 +88,14 @@ static READERS: Mutex<Readers> = Mutex::new(Readers {
 
 /// A look that is repeated until each environment that it asks for has come, or is known to hang. Blocks.
 pub fn look_until_all_came<T>(proc: &Path, look: impl Fn(&dyn Fn(u32) -> Environ) -> T) -> T {
+    let environs = Environs::of(proc);
     loop {
-        let environs = Environs::of(proc);
         let seen = look(&|pid| environs.read(pid));
         if environs.all_came().is_ok() {
             return seen;
         }
+        // What came stays: of thousands some may be late each time.
+        environs.ask_late_again();
         std::thread::sleep(LOOK_EVERY);
     }
 }
@@ -102,7 +105,7 @@ impl Environs<'_> {
         Environs {
             proc,
             read: RefCell::default(),
-            late: Cell::default(),
+            late: RefCell::default(),
         }
     }
 
@@ -111,17 +114,24 @@ impl Environs<'_> {
         let mut read = self.read.borrow_mut();
         let environ = read.entry(pid).or_insert_with(|| {
             read_within(self.proc, pid, LIMITS).unwrap_or_else(|| {
-                self.late.set(Some(pid));
+                self.late.borrow_mut().push(pid);
                 Environ::Illegible
             })
         });
         environ.clone()
     }
 
+    fn ask_late_again(&self) {
+        let mut read = self.read.borrow_mut();
+        for pid in self.late.take() {
+            read.remove(&pid);
+        }
+    }
+
     /// # Errors
     /// Where one has not come yet. It may be of whoever is looked for, so who was not found is not gone.
     pub fn all_came(&self) -> io::Result<()> {
-        let Some(pid) = self.late.get() else {
+        let Some(pid) = self.late.borrow().first().copied() else {
             return Ok(());
         };
         let text = format!("the environment of process {pid} has not come yet");
@@ -256,6 +266,7 @@ fn whose(entries: &[(String, String)]) -> Environ {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::OpenOptionsExt;
 
     use nix::sys::stat::Mode;
     use nix::unistd::mkfifo;
@@ -326,6 +337,12 @@ mod tests {
 
     impl Drop for Hanging {
         fn drop(&mut self) {
+            // The reads that are left end: beside any that hangs, other tests' reads get less time.
+            for process in fs::read_dir(&self.0).into_iter().flatten().flatten() {
+                let mut writer = fs::OpenOptions::new();
+                writer.write(true).custom_flags(libc::O_NONBLOCK);
+                let _ = writer.open(process.path().join("environ"));
+            }
             let _ = fs::remove_dir_all(&self.0);
         }
     }
