@@ -2,8 +2,8 @@
 //! kills all that is in it.
 
 use std::fs;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::process_files::Cgroups;
@@ -70,22 +70,38 @@ impl ShardCgroup {
     }
 }
 
-/// The groups in `root` of shards of this state directory, each with the shard's part of its name.
-pub fn of_state_dir(root: &Path, state_dir: &str) -> Vec<(String, ShardCgroup)> {
-    let begin = format!("llmgw-{}", group_name(state_dir, ""));
-    let directories = directories(root).unwrap_or_default();
-    let named = directories.into_iter().filter_map(|directory| {
-        let name = directory.file_name()?.to_str()?.strip_prefix(&begin)?;
-        Some((name.to_owned(), ShardCgroup::open(&directory)?))
-    });
-    named.collect()
+/// How the groups of one agent's shards are called. Agents may share the group around them and have shards of one name; in containers their state
+/// directories even have one path, so it is the directory itself that tells them apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Groups {
+    device: u64,
+    inode: u64,
 }
 
-/// What a shard's group is called: agents of different state directories may be in one group, and have shards of one name.
-pub fn group_name(state_dir: &str, shard: &str) -> String {
-    let mut hasher = DefaultHasher::new();
-    state_dir.hash(&mut hasher);
-    format!("{:016x}-{shard}", hasher.finish())
+impl Groups {
+    pub fn of(state_dir: &Path) -> io::Result<Groups> {
+        let directory = fs::metadata(state_dir)?;
+        Ok(Groups {
+            device: directory.dev(),
+            inode: directory.ino(),
+        })
+    }
+
+    /// Of a shard's group.
+    pub fn name(&self, shard: &str) -> String {
+        format!("{:x}-{:x}-{shard}", self.device, self.inode)
+    }
+
+    /// Those in `root`, each with the shard's part of its name.
+    pub fn below(&self, root: &Path) -> Vec<(String, ShardCgroup)> {
+        let begin = format!("llmgw-{}", self.name(""));
+        let directories = directories(root).unwrap_or_default();
+        let named = directories.into_iter().filter_map(|directory| {
+            let name = directory.file_name()?.to_str()?.strip_prefix(&begin)?;
+            Some((name.to_owned(), ShardCgroup::open(&directory)?))
+        });
+        named.collect()
+    }
 }
 
 /// The group that the agent may make others in: the one it is in itself. `None` where it may not.
@@ -184,10 +200,18 @@ mod tests {
 
     #[test]
     fn agents_that_share_a_group_do_not_share_the_groups_of_their_shards() {
-        let name = group_name("/var/lib/a", "m%2f0%2f0");
-        assert_eq!(name, group_name("/var/lib/a", "m%2f0%2f0"));
-        assert_ne!(name, group_name("/var/lib/b", "m%2f0%2f0"));
-        assert!(name.ends_with("-m%2f0%2f0"), "{name}");
+        let root = std::env::temp_dir().join(format!("llmgw-groups-{}", std::process::id()));
+        let state = root.join("state");
+        fs::create_dir_all(&state).unwrap();
+        let name = || Groups::of(&state).unwrap().name("m%2f0%2f0");
+        let first = name();
+        assert_eq!(name(), first);
+        // As in another container, which has its own directory at this path.
+        fs::rename(&state, root.join("theirs")).unwrap();
+        fs::create_dir(&state).unwrap();
+        assert_ne!(name(), first);
+        assert!(first.ends_with("-m%2f0%2f0"), "{first}");
+        fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]

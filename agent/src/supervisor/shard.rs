@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::SupervisorOptions;
 use super::board::Board;
-use super::cgroup::ShardCgroup;
+use super::cgroup::{Groups, ShardCgroup};
 use super::ending::Force;
 use super::logs::LogTail;
 use super::logs::output::Output;
@@ -39,6 +39,8 @@ pub struct Context {
     pub options: SupervisorOptions,
     /// The state directory as [`super::tree::STATE_VARIABLE`] has it.
     pub state_dir: String,
+    /// How its shards' control groups are called.
+    pub groups: Groups,
     pub store: SpecStore,
     pub board: Board,
     /// The machine's clock begins here.

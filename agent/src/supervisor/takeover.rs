@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::adopt::{self, Verdict};
 use super::board::Board;
-use super::cgroup::{self, ShardCgroup};
+use super::cgroup::{Groups, ShardCgroup};
 use super::ending::{self, Scan};
 use super::machine::{Reason, Remnant};
 use super::process::Process;
@@ -141,6 +141,7 @@ pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError>
         .state_dir
         .canonicalize()
         .map_err(failed("the state directory can't be found"))?;
+    let groups = Groups::of(&state_dir).map_err(failed("the state directory can't be found"))?;
     let state_dir = state_dir.to_string_lossy().into_owned();
     let found = store
         .load()
@@ -148,6 +149,7 @@ pub fn take_over(options: SupervisorOptions) -> Result<Started, SupervisorError>
     let context = Arc::new(Context {
         options,
         state_dir,
+        groups,
         store,
         board: Board::default(),
         epoch: Instant::now(),
@@ -297,7 +299,7 @@ fn kill_stray_groups(context: &Context, records: &[Record], adopted: &mut Vec<Ad
     let Some(root) = &context.options.cgroup_root else {
         return;
     };
-    for (name, group) in cgroup::of_state_dir(root, &context.state_dir) {
+    for (name, group) in context.groups.below(root) {
         let is_known = |record: &Record| {
             record.cgroup.as_deref() == Some(group.directory())
                 || directory_name(&record.spec.shard).as_ref() == Some(&name)

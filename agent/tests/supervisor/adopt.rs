@@ -219,8 +219,9 @@ async fn an_engine_without_a_record_is_killed_and_another_agents_is_not() {
 
 /// What a control group looks like, of a shard of this state directory; the kernel does not stand behind it, so that writing
 /// to it kills nobody.
-fn control_group(root: &Path, state: &str, shard: &str, pid: u32) -> PathBuf {
-    let name = cgroup::group_name(state, &shard.replace('/', "%2f"));
+fn control_group(root: &Path, state: &Path, shard: &str, pid: u32) -> PathBuf {
+    let groups = cgroup::Groups::of(state).unwrap();
+    let name = groups.name(&shard.replace('/', "%2f"));
     let group = root.join(format!("llmgw-{name}"));
     fs::create_dir_all(&group).unwrap();
     fs::write(group.join("cgroup.kill"), "").unwrap();
@@ -231,7 +232,7 @@ fn control_group(root: &Path, state: &str, shard: &str, pid: u32) -> PathBuf {
 #[tokio::test]
 async fn what_is_in_a_control_group_without_a_record_is_killed_though_nothing_else_tells_whose_it_is()
  {
-    let (directory, root) = (Directory::new(), Directory::new());
+    let (directory, root, elsewhere) = (Directory::new(), Directory::new(), Directory::new());
     let state = state_dir(&directory.0);
     let mine = [("LLMGW_SHARD", SHARD), ("LLMGW_STATE", state.as_str())];
     let (stray, theirs, on_record) = (
@@ -239,9 +240,9 @@ async fn what_is_in_a_control_group_without_a_record_is_killed_though_nothing_el
         Bystander::start(&[]),
         Bystander::start(&mine),
     );
-    let group = control_group(&root.0, &state, "m/7/0", stray.0.id());
-    control_group(&root.0, "/elsewhere", "m/7/0", theirs.0.id());
-    control_group(&root.0, &state, SHARD, on_record.0.id());
+    let group = control_group(&root.0, &directory.0, "m/7/0", stray.0.id());
+    control_group(&root.0, &elsewhere.0, "m/7/0", theirs.0.id());
+    control_group(&root.0, &directory.0, SHARD, on_record.0.id());
     leave(&directory, &engine(SHARD, &[]), &on_record.id());
     let mut options = options(&directory.0);
     options.cgroup_root = Some(root.0.clone());

@@ -16,7 +16,7 @@ use llmgw_proto::shard::{Exit, ShardSpec, ShardState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{Node, PATIENCE, PROC, engine, eventually, script, silent, state_dir};
+use crate::harness::{Node, PATIENCE, PROC, engine, eventually, script, silent};
 
 const SHARD: &str = "m/0/0";
 const NOBODY: [u32; 0] = [];
@@ -359,7 +359,8 @@ async fn a_control_group_kills_what_left_session_parent_and_environment_behind()
     };
     node.supervisor.start_shard(spec);
     node.until_state(SHARD, ShardState::Ready).await;
-    let name = cgroup::group_name(&state_dir(&node.options.state_dir), "m%2f0%2f0");
+    let groups = cgroup::Groups::of(&node.options.state_dir).unwrap();
+    let name = groups.name("m%2f0%2f0");
     let group = root.join(format!("llmgw-{name}"));
     let inside = || {
         let procs = std::fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();

@@ -8,7 +8,7 @@ use tokio::net::TcpStream;
 
 use super::{Background, ShardTask};
 use crate::supervisor::StartInstant;
-use crate::supervisor::cgroup::{ShardCgroup, group_name};
+use crate::supervisor::cgroup::ShardCgroup;
 use crate::supervisor::launch::{self, EngineAllowance};
 use crate::supervisor::logs::output::Output;
 use crate::supervisor::machine::{Event, Probed, Reason};
@@ -43,7 +43,7 @@ impl ShardTask {
         }
         let name = directory_name(&self.handle.spec.shard).unwrap_or_default();
         let root = self.context.options.cgroup_root.as_deref();
-        let name = group_name(&self.context.state_dir, &name);
+        let name = self.context.groups.name(&name);
         self.cgroup = root.and_then(|root| ShardCgroup::make(root, &name));
         let made = self.cgroup.as_ref();
         self.record.cgroup = made.map(|cgroup| cgroup.directory().to_owned());

@@ -83,6 +83,7 @@ impl ShardTask {
 
 #[cfg(test)]
 mod tests {
+    use crate::supervisor::cgroup::Groups;
     use std::fs::{self, OpenOptions};
     use std::sync::Arc;
 
@@ -107,6 +108,7 @@ mod tests {
         Context {
             state_dir: directory.to_string_lossy().into_owned(),
             store: SpecStore::open(&directory).unwrap(),
+            groups: Groups::of(&directory).unwrap(),
             options: SupervisorOptions::new(directory, [].into()),
             board: Board::default(),
             epoch: Instant::now(),
