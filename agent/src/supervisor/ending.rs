@@ -206,8 +206,7 @@ pub fn keep_seen(traces: &Mutex<Traces>, seen: Vec<ProcessId>) {
 pub fn kill_now(mut scan: Scan, within: Duration) -> io::Result<BTreeSet<u32>> {
     let deadline = Instant::now() + within;
     // First: of those that the group's kill ends, no look finds any more.
-    let in_group = scan.cgroup.as_ref().map(ShardCgroup::pids);
-    let in_group = in_group.transpose().unwrap_or_default();
+    let in_group = scan.cgroup.as_ref().and_then(|group| group.pids().ok());
     let mut killed: BTreeSet<u32> = in_group.unwrap_or_default().into_iter().collect();
     loop {
         let members = match scan.kill() {

@@ -234,18 +234,11 @@ pub struct Endpoint {
 impl Endpoint {
     /// Whether both are reached and used in the same way, whatever is said about them.
     pub fn is_same_engine(&self, other: &Endpoint) -> bool {
-        let of = |endpoint: &Endpoint| {
-            let Endpoint {
-                url,
-                engine,
-                slots,
-                api_key,
-                serves,
-                labels: _,
-            } = endpoint.clone();
-            (url, engine, slots, api_key, serves)
-        };
-        of(self) == of(other)
+        let labels = other.labels.clone();
+        Endpoint {
+            labels,
+            ..self.clone()
+        } == *other
     }
 }
 

@@ -57,7 +57,10 @@ impl Fleet {
                 |old| old.shared(),
             );
             let replicas: Vec<Arc<Replica>> = endpoints(model, started)
-                .map(|(endpoint, locality)| {
+                .map(|(endpoint, placed)| {
+                    let locality = placed
+                        .cloned()
+                        .unwrap_or_else(|| Locality::new(None, None, endpoint.labels.clone()));
                     let names = names(model, endpoint);
                     let id = Replica::id(endpoint);
                     let limit = limits.get(&id).copied().flatten();
@@ -143,20 +146,17 @@ impl Fleet {
     }
 }
 
-/// Those that are configured, then those that are started. A model without profiles has only the former.
+/// Those that are configured, then those that are started, of which it is known where they are. A model without profiles has only the former.
 fn endpoints<'a>(
     model: &'a Model,
     started: &'a Started,
-) -> impl Iterator<Item = (&'a Endpoint, Arc<Locality>)> {
+) -> impl Iterator<Item = (&'a Endpoint, Option<&'a Arc<Locality>>)> {
     let started = started
         .get(&*model.name)
         .filter(|_| !model.profiles.is_empty());
-    let configured = model.endpoints.iter().map(|endpoint| {
-        let locality = Locality::new(None, None, endpoint.labels.clone());
-        (endpoint, locality)
-    });
+    let configured = model.endpoints.iter().map(|endpoint| (endpoint, None));
     let started = started.into_iter().flatten();
-    let started = started.map(|placed| (&placed.endpoint, placed.locality.clone()));
+    let started = started.map(|placed| (&placed.endpoint, Some(&placed.locality)));
     let mut seen = HashSet::default();
     configured
         .chain(started)
