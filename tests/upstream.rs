@@ -207,28 +207,39 @@ fn an_engine_that_is_silent_before_the_first_byte_costs_the_first_byte_timeout()
     }
 }
 
-#[test]
-fn a_trial_whose_answer_passes_unread_ends_with_its_head() {
-    let engine = engine(Kind::Vllm, "{}");
-    let setup = |first_byte| {
-        Setup::new()
+/// What an engine sends the head of at once, and never the body; it passes unread.
+const AUDIO_HEAD: &str = r#"{"headers_first":true,"headers":{"Content-Type":"audio/mpeg"}}"#;
+
+/// A gateway over these engines, where the first one's breaker was opened for its silence while it was the only one.
+fn with_a_silent_one(engines: &[&Running]) -> Gateway {
+    let setup = |first_byte, engines: &[&Running]| {
+        let setup = Setup::new()
             .limit("first_byte_timeout", first_byte)
             .limit("retries", "0")
-            .model("fake", "")
-            .endpoint("vllm", &engine.url(), "")
+            .model("fake", "");
+        engines.iter().fold(setup, |setup, engine| {
+            setup.endpoint("vllm", &engine.url(), "")
+        })
     };
-    let gateway = setup("300ms").start();
+    let gateway = setup("300ms", &engines[..1]).start();
     gateway.ready("fake", 1);
     let silent = gateway.post(CHAT, &chat(false), r#"{"first_ms":60000}"#);
     assert_eq!(silent.code(), "first_byte_timeout", "{}", silent.text());
-    gateway.write_config(&setup("10m").yaml());
+    gateway.write_config(&setup("10m", engines).yaml());
     let reloaded = gateway.admin_post("/v1/reload");
     assert_eq!(reloaded.status(), 200, "{}", reloaded.text());
-    let audio = r#"{"headers_first":true,"headers":{"Content-Type":"audio/mpeg"}}"#;
+    gateway.ready("fake", engines.len());
+    gateway
+}
+
+#[test]
+fn a_trial_whose_answer_passes_unread_ends_with_its_head() {
+    let engine = engine(Kind::Vllm, "{}");
+    let gateway = with_a_silent_one(&[&engine]);
     let mut trial = gateway.client();
     gateway.until("the breaker lets a trial in", || {
         trial = gateway.client();
-        trial.post(CHAT, &chat(true), audio);
+        trial.post(CHAT, &chat(true), AUDIO_HEAD);
         trial.head().status == 200
     });
     // Its body never comes, and there is no other replica.
@@ -240,28 +251,11 @@ fn a_trial_whose_answer_passes_unread_ends_with_its_head() {
 #[test]
 fn the_head_of_an_answer_that_passes_unread_proves_nothing_where_another_replica_serves() {
     let (silent, well) = (engine(Kind::Vllm, "{}"), engine(Kind::Vllm, "{}"));
-    let setup = |first_byte, engines: &[&Running]| {
-        let setup = Setup::new()
-            .limit("first_byte_timeout", first_byte)
-            .limit("retries", "0")
-            .model("fake", "");
-        engines.iter().fold(setup, |setup, engine| {
-            setup.endpoint("vllm", &engine.url(), "")
-        })
-    };
-    let gateway = setup("300ms", &[&silent]).start();
-    gateway.ready("fake", 1);
-    let answer = gateway.post(CHAT, &chat(false), r#"{"first_ms":60000}"#);
-    assert_eq!(answer.code(), "first_byte_timeout", "{}", answer.text());
-    gateway.write_config(&setup("10m", &[&silent, &well]).yaml());
-    let reloaded = gateway.admin_post("/v1/reload");
-    assert_eq!(reloaded.status(), 200, "{}", reloaded.text());
-    gateway.ready("fake", 2);
-    let audio = r#"{"headers_first":true,"headers":{"Content-Type":"audio/mpeg"}}"#;
+    let gateway = with_a_silent_one(&[&silent, &well]);
     let mut held = Vec::new();
     gateway.until("the silent one is tried", || {
         let mut client = gateway.client();
-        client.post(CHAT, &chat(true), audio);
+        client.post(CHAT, &chat(true), AUDIO_HEAD);
         assert_eq!(client.head().status, 200);
         held.push(client);
         silent.state().open > 0

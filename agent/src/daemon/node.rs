@@ -247,9 +247,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use llmgw_proto::inventory::Reading;
     use std::path::Path;
 
+    use llmgw_proto::inventory::Reading;
     use llmgw_proto::inventory::gpu::{GpuProcess, HealthCode};
     use tokio::time::timeout;
 

@@ -292,17 +292,20 @@ impl Drop for LetGoOn {
     }
 }
 
+/// Keeps a start between fork and exec until it may go on, having said that it is there.
+fn hang_when_forked(instant: StartInstant, hangs: &AtomicBool, goes_on: &AtomicBool) {
+    hangs.fetch_or(instant == StartInstant::Forked, Ordering::Relaxed);
+    while instant == StartInstant::Forked && !goes_on.load(Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 #[tokio::test]
 async fn a_start_that_hangs_keeps_the_next_agent_out_until_the_process_ends() {
     static GOES_ON: AtomicBool = AtomicBool::new(false);
     static HANGS: AtomicBool = AtomicBool::new(false);
     let mut node = Node::with(|options| {
-        options.at = Some(|instant| {
-            HANGS.fetch_or(instant == StartInstant::Forked, Ordering::Relaxed);
-            while instant == StartInstant::Forked && !GOES_ON.load(Ordering::Relaxed) {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        });
+        options.at = Some(|instant| hang_when_forked(instant, &HANGS, &GOES_ON));
     })
     .await;
     let let_go_on = LetGoOn(&GOES_ON);
@@ -322,12 +325,7 @@ async fn a_stop_is_heard_while_the_start_of_another_shard_hangs() {
     static HANGS: AtomicBool = AtomicBool::new(false);
     static GOES_ON: AtomicBool = AtomicBool::new(false);
     let mut node = Node::with(|options| {
-        options.at = Some(|instant| {
-            HANGS.fetch_or(instant == StartInstant::Forked, Ordering::Relaxed);
-            while instant == StartInstant::Forked && !GOES_ON.load(Ordering::Relaxed) {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        });
+        options.at = Some(|instant| hang_when_forked(instant, &HANGS, &GOES_ON));
     })
     .await;
     let let_go_on = LetGoOn(&GOES_ON);

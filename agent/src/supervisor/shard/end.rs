@@ -83,7 +83,6 @@ impl ShardTask {
 
 #[cfg(test)]
 mod tests {
-    use crate::supervisor::cgroup::Groups;
     use std::fs::{self, OpenOptions};
     use std::sync::Arc;
 
@@ -94,6 +93,7 @@ mod tests {
 
     use super::*;
     use crate::supervisor::board::Board;
+    use crate::supervisor::cgroup::Groups;
     use crate::supervisor::machine::Remnant;
     use crate::supervisor::shard::{Context, Handle};
     use crate::supervisor::spec_store::{Asked, Record, SpecStore};

@@ -373,6 +373,15 @@ mod tests {
         assert_eq!(read_within(&proc.0, 8, limits), None);
     }
 
+    fn hung(pid: u32, answer: Receiver<Environ>) -> Hung {
+        Hung {
+            proc: PathBuf::from("/proc"),
+            pid,
+            since: Instant::now(),
+            answer,
+        }
+    }
+
     #[test]
     fn a_read_that_hangs_counts_once_however_many_asked_at_the_same_time() {
         let mut readers = Readers {
@@ -381,13 +390,7 @@ mod tests {
         };
         let (asked, answers): (Vec<_>, Vec<_>) = (0..3).map(|_| channel::<Environ>()).unzip();
         for (pid, answer) in [7, 7, 8].into_iter().zip(answers) {
-            let (proc, since) = (PathBuf::from("/proc"), Instant::now());
-            readers.add_hung(Hung {
-                proc,
-                pid,
-                since,
-                answer,
-            });
+            readers.add_hung(hung(pid, answer));
         }
         assert_eq!(readers.hung.len(), 2);
         drop(asked);
@@ -411,16 +414,10 @@ mod tests {
         assert!(readers.idle.is_empty(), "it was the one that is back");
         assert_eq!(answer.recv(), Ok(Environ::Illegible));
         readers.give_back(reader);
-        let (hangs, hung): (Vec<_>, Vec<_>) = (0..HUNG_MAX).map(|_| channel()).unzip();
-        for (pid, answer) in (0..).zip(hung) {
+        let (hangs, answers): (Vec<_>, Vec<_>) = (0..HUNG_MAX).map(|_| channel()).unzip();
+        for (pid, answer) in (0..).zip(answers) {
             assert!(readers.take().is_some(), "{pid} hang");
-            let (proc, since) = (PathBuf::from("/proc"), Instant::now());
-            readers.add_hung(Hung {
-                proc,
-                pid,
-                since,
-                answer,
-            });
+            readers.add_hung(hung(pid, answer));
         }
         assert!(readers.take().is_none());
         drop(hangs);
