@@ -42,8 +42,8 @@ mod tests {
         assert!(!patience.is_over());
         patience.looked -= Duration::from_secs(600);
         assert!(patience.is_over());
-        let mut patience = Patience::new(Duration::from_millis(20));
         let began = Instant::now();
+        let mut patience = Patience::new(Duration::from_millis(20));
         while !patience.is_over() {}
         assert!(began.elapsed() >= Duration::from_millis(20));
     }
